@@ -1,0 +1,1 @@
+"""What a checkpoint is on disk: headers, folders, and writing one safely."""

@@ -1,0 +1,278 @@
+"""A checkpoint folder read from its headers: a plain folder or a hub-cache snapshot (symlinks into blobs).
+
+`inspect` reads everything and *lists* what is wrong, for the validator; `open_source` refuses the first problem,
+for quantizing. Neither reads a weight or imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glmquant.checkpoint.header import ShardHeader, TensorInfo, no_duplicate_keys, read_header
+from glmquant.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+SUFFIX = ".safetensors"
+# An index of GLM-5.2 is 5.4 MB; far beyond that is not an index.
+MAX_JSON_BYTES = 512 * 1024 * 1024
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# Tool bookkeeping, not part of a checkpoint.
+_SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong in a folder: `code` is stable, `file` and `tensor` say where ('' if not applicable)."""
+
+    code: str
+    message: str
+    file: str = ""
+    tensor: str = ""
+    hint: str = ""
+
+    def error(self) -> CheckpointError:
+        return CheckpointError(self.message, self.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a folder holds. `tensors` maps each name to its place; `side_files` are relative paths to copy."""
+
+    folder: Path
+    config: dict[str, Any]
+    shards: tuple[ShardHeader, ...]
+    tensors: Mapping[str, TensorInfo]
+    weight_map: Mapping[str, str] | None
+    total_size: int | None
+    side_files: tuple[str, ...]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def open_source(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Read a bf16 checkpoint's headers and refuse whatever would make quantizing it wrong.
+
+    Raises:
+        CheckpointError: names the file and the tensor. If there is more than one problem, the first one is
+            shown and the others are counted.
+    """
+    checkpoint, problems = inspect(folder)
+    problems.extend(_source_problems(checkpoint))
+    if problems:
+        first = problems[0]
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise CheckpointError(first.message + more, first.hint)
+    return checkpoint
+
+
+def inspect(folder: str | os.PathLike[str]) -> tuple[Checkpoint, list[Problem]]:
+    """Read config, index and all headers of a folder; return what is there and what does not fit together.
+
+    Raises:
+        CheckpointError: the folder or its config.json cannot be read at all.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise CheckpointError(f"{root} {what}", "Give the folder that holds config.json and the shards.")
+    config = read_json(root / CONFIG)
+    problems: list[Problem] = []
+    files = sorted(_walk(root))
+    shard_files = [f for f in files if f.endswith(SUFFIX) and "/" not in f]
+    problems += [
+        Problem("shard-in-subfolder", f"{f}: a shard in a subfolder, which no index can name", f)
+        for f in files
+        if f.endswith(SUFFIX) and "/" in f
+    ]
+    weight_map, total_size = _read_index(root, shard_files, problems)
+    shards: list[ShardHeader] = []
+    for file in shard_files:
+        try:
+            shards.append(read_header(root / file))
+        except CheckpointError as err:
+            problems.append(Problem("bad-header", err.message, file, hint=err.hint))
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            other = tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                problems.append(
+                    Problem(
+                        "duplicate-tensor",
+                        f"tensor {tensor.name!r} is in two shards: {other.shard} and {shard.file}",
+                        shard.file,
+                        tensor.name,
+                        "Remove the stale shard.",
+                    )
+                )
+    if weight_map is not None:
+        readable = {shard.file for shard in shards}
+        problems.extend(_compare_index(weight_map, set(shard_files), readable, tensors))
+    side = tuple(f for f in files if not f.endswith(SUFFIX) and f not in (INDEX, CONFIG))
+    return Checkpoint(root, config, tuple(shards), tensors, weight_map, total_size, side), problems
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of sane size, no key twice.
+
+    Raises:
+        CheckpointError: missing, unreadable, too big, or not one JSON object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path.name}: {size} bytes is too big for a checkpoint's JSON file")
+        parsed = json.loads(path.read_bytes(), object_pairs_hook=no_duplicate_keys)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: no {path.name}", "Is this a checkpoint folder?") from None
+    except OSError as err:
+        raise CheckpointError(f"{path.name}: cannot be read: {err.strerror or err}") from err
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(f"{path.name}: not valid JSON: {err}") from err
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path.name}: not a JSON object")
+    return parsed
+
+
+def _walk(root: Path) -> Iterator[str]:
+    for folder, subfolders, names in os.walk(root):
+        for name in list(subfolders):
+            if os.path.islink(os.path.join(folder, name)):
+                # Following it could loop or leave the checkpoint; dropping it silently could lose files.
+                link = Path(folder, name).relative_to(root)
+                raise CheckpointError(f"{link}: a symlinked folder inside a checkpoint", "Replace it by its files.")
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        for name in names:
+            yield Path(folder, name).relative_to(root).as_posix()
+
+
+def _read_index(
+    root: Path, shard_files: list[str], problems: list[Problem]
+) -> tuple[Mapping[str, str] | None, int | None]:
+    if not (root / INDEX).exists():
+        if shard_files != [SINGLE]:
+            found = f"{len(shard_files)} shards" if shard_files else "no shard"
+            problems.append(
+                Problem("no-index", f"{root}: no {INDEX}, and {found} instead of one {SINGLE}", INDEX)
+            )
+        return None, None
+    try:
+        index = read_json(root / INDEX)
+    except CheckpointError as err:
+        problems.append(Problem("bad-index", err.message, INDEX, hint=err.hint))
+        return None, None
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        problems.append(Problem("bad-index", f"{INDEX}: weight_map is not a map of tensor to file", INDEX))
+        return None, None
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total if type(total) is int else None
+
+
+def _compare_index(
+    weight_map: Mapping[str, str], on_disk: set[str], readable: set[str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Problem]:
+    named = set(weight_map.values())
+    first_tensor = {}
+    for name, file in weight_map.items():
+        first_tensor.setdefault(file, name)
+    for file in sorted(named):
+        where = f"tensor {first_tensor[file]!r}"
+        if file != os.path.basename(file) or "\\" in file or not file.endswith(SUFFIX):
+            yield Problem(
+                "index-path",
+                f"{INDEX}: {where} is said to be in {file!r}, which is not a shard name in this folder",
+                INDEX,
+                first_tensor[file],
+            )
+        elif file not in on_disk:
+            yield Problem(
+                "missing-shard",
+                f"{INDEX} names shard {file} (for {where} and others), which is not there",
+                file,
+                first_tensor[file],
+                "Fetch the missing shard.",
+            )
+    for file in sorted(on_disk - named):
+        inside = next((t.name for t in tensors.values() if t.shard == file), "")
+        yield Problem(
+            "unindexed-shard",
+            f"shard {file} (with tensor {inside!r}) is not named by {INDEX}: engines would not read it",
+            file,
+            inside,
+            f"Remove the file, or add its tensors to {INDEX}.",
+        )
+    for name, file in weight_map.items():
+        if file not in readable:
+            continue
+        tensor = tensors.get(name)
+        if tensor is None:
+            yield Problem(
+                "missing-tensor", f"{INDEX}: tensor {name!r} is not in shard {file}", file, name, "Stale index?"
+            )
+        elif tensor.shard != file:
+            yield Problem(
+                "wrong-shard",
+                f"{INDEX}: tensor {name!r} is said to be in {file} but is in {tensor.shard}",
+                file,
+                name,
+                "Stale index?",
+            )
+    for tensor in tensors.values():
+        if tensor.shard in named and tensor.name not in weight_map:
+            yield Problem(
+                "unindexed-tensor",
+                f"tensor {tensor.name!r} of shard {tensor.shard} is not named by {INDEX}",
+                tensor.shard,
+                tensor.name,
+                "Stale index?",
+            )
+
+
+def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """What is fine in a checkpoint as such, but not in a source to quantize."""
+    for file in checkpoint.side_files:
+        if file.endswith(_PICKLES):
+            yield Problem(
+                "pickle", f"{file}: a pickle file; glmquant neither reads nor copies pickles", file, hint="Remove it."
+            )
+    config = checkpoint.config.get("quantization_config")
+    if config:
+        method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
+        yield Problem(
+            "already-quantized",
+            f"{CONFIG}: the source is already quantized (quantization_config.quant_method {method!r})",
+            CONFIG,
+            hint="Start from the bf16 checkpoint.",
+        )
+    for tensor in checkpoint.tensors.values():
+        if tensor.name.endswith(("_scale", "_scale_inv", "_packed")) or tensor.dtype in ("U8", "I8"):
+            yield Problem(
+                "already-quantized",
+                f"{tensor.shard}: tensor {tensor.name!r} ({tensor.dtype}) shows that the source is already quantized",
+                tensor.shard,
+                tensor.name,
+                "Start from the bf16 checkpoint.",
+            )
+        elif tensor.dtype not in ("BF16", "F16", "F32"):
+            yield Problem(
+                "dtype",
+                f"{tensor.shard}: tensor {tensor.name!r} has dtype {tensor.dtype}; "
+                "a source may hold BF16, F16 and F32",
+                tensor.shard,
+                tensor.name,
+            )

@@ -1,0 +1,37 @@
+"""What can go wrong, as one small family. Every message says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class GlmquantError(Exception):
+    """An expected failure: bad input, a refused request, a missing tool.
+
+    Attributes:
+        message: what is wrong and where (file, tensor, key).
+        hint: what the user can do about it, or an empty string.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message if not hint else f"{message}\n  {hint}")
+        self.message = message
+        self.hint = hint
+
+
+class CheckpointError(GlmquantError):
+    """A checkpoint on disk is damaged, incomplete or not what the verb needs."""
+
+
+class RecipeError(GlmquantError):
+    """A recipe file, a recipe name or an override is wrong, or asks for what no engine can load."""
+
+
+class ExclusionError(GlmquantError):
+    """No exclusion list serves every target engine."""
+
+
+class OutputError(GlmquantError):
+    """The output folder cannot be used or written."""
+
+
+class BackendError(GlmquantError):
+    """The quantization backend is missing, cannot run, or met a value it must not quantize."""

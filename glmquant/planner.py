@@ -1,0 +1,255 @@
+"""Headers + recipe -> Plan: every output tensor's fate, dtype, shape and byte range, before any weight is read.
+
+Pure and torch-free. `glmquant plan` prints it, `quantize` executes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from glmquant.checkpoint.header import TensorInfo, encode_header, layout_order, tensor_nbytes
+from glmquant.checkpoint.layers import Layers
+from glmquant.checkpoint.source import Checkpoint
+from glmquant.errors import CheckpointError, RecipeError
+from glmquant.recipe import Architecture, Module, Recipe
+
+BLOCK = 32
+"""Elements along in_features that share one E8M0 scale (OCP MX v1.0, section 5.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of the output shard; `start` and `end` are absolute byte offsets in the output file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorJob:
+    """One source tensor and what becomes of it: itself, or a packed weight and its scale."""
+
+    source: TensorInfo
+    module: Module
+    outputs: tuple[OutputTensor, ...]
+
+    @property
+    def quantized(self) -> bool:
+        return len(self.outputs) == 2
+
+    @property
+    def nbytes_out(self) -> int:
+        return sum(out.end - out.start for out in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One output shard: its file name (the source's), header bytes, jobs in source order, and exact size."""
+
+    file: str
+    header: bytes
+    jobs: tuple[TensorJob, ...]
+    file_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A line of the plan's table: the tensors of one group that share input and output dtype."""
+
+    group: str
+    tensors: int
+    parameters: int
+    bytes_in: int
+    bytes_out: int
+    dtype_in: str
+    dtype_out: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What quantizing a checkpoint with a recipe will write, to the byte."""
+
+    recipe: Recipe
+    architecture: Architecture
+    layers: Layers
+    shards: tuple[ShardPlan, ...]
+
+    @cached_property
+    def jobs(self) -> tuple[TensorJob, ...]:
+        return tuple(job for shard in self.shards for job in shard.jobs)
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """Output tensor name -> shard file, sorted by name."""
+        pairs = ((out.name, shard.file) for shard in self.shards for job in shard.jobs for out in job.outputs)
+        return dict(sorted(pairs))
+
+    @cached_property
+    def total_size(self) -> int:
+        """Sum of the output tensors' bytes: the index's metadata.total_size."""
+        return sum(job.nbytes_out for job in self.jobs)
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(job.source.nbytes for job in self.jobs)
+
+    @property
+    def disk_needed(self) -> int:
+        """Bytes of all output shards, headers included; side files and index are not in it."""
+        return sum(shard.file_size for shard in self.shards)
+
+    @cached_property
+    def formats(self) -> dict[str, str]:
+        """Linear modules -> how their weight will be stored: `mxfp4` or `plain`."""
+        return {
+            job.module.name: "mxfp4" if job.quantized else "plain"
+            for job in self.jobs
+            if is_linear(job.source.name, len(job.source.shape), self.architecture)
+        }
+
+    def groups(self) -> list[GroupRow]:
+        """Totals per group; everything of the MTP layer is in group `mtp`."""
+        sums: dict[tuple[str, str, str], list[int]] = {}
+        for job in self.jobs:
+            group = "mtp" if job.module.is_mtp else job.module.group
+            dtype_out = "MXFP4" if job.quantized else job.source.dtype
+            row = sums.setdefault((group, job.source.dtype, dtype_out), [0, 0, 0, 0])
+            for i, add in enumerate((len(job.outputs), job.source.numel, job.source.nbytes, job.nbytes_out)):
+                row[i] += add
+        order = [*(group.name for group in self.architecture.groups), "mtp", "other"]
+        rows = [GroupRow(g, *values, dtype_in, dtype_out) for (g, dtype_in, dtype_out), values in sums.items()]
+        return sorted(rows, key=lambda r: (order.index(r.group), r.dtype_out != "MXFP4", r.dtype_out))
+
+
+def is_linear(tensor: str, rank: int, architecture: Architecture) -> bool:
+    """Whether a tensor is the weight of a Linear module: what an exclude list talks about."""
+    return rank == 2 and tensor.endswith(".weight") and module_name(tensor) not in architecture.lookups
+
+
+def module_name(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe, layers: Layers) -> Plan:
+    """Lay out every output shard.
+
+    Output shard k holds what source shard k held, in the order the reference safetensors writer uses (widest
+    dtype first, then name), so that every tensor stays aligned.
+
+    Raises:
+        CheckpointError: a weight to be quantized has in_features that are no multiple of 32, or the MTP layer
+            that config.json declares is absent (or the reverse).
+        RecipeError: an override matches nothing or a tensor that cannot be quantized, or the combination is one
+            that the architecture file refuses.
+    """
+    modules = {name: architecture.module(module_name(name), layers) for name in checkpoint.tensors}
+    _check_mtp(checkpoint, layers, modules)
+    _check_overrides(recipe, modules)
+    shards = []
+    for header in checkpoint.shards:
+        fates = []
+        for tensor in header.tensors:
+            module = modules[tensor.name]
+            packed = tensor.name.endswith(".weight") and recipe.quantizes(module)
+            if packed:
+                _check_quantizable(tensor)
+            fates.append((tensor, module, packed))
+        shards.append(_lay_out(header.file, header.metadata, fates))
+    plan = Plan(recipe, architecture, layers, tuple(shards))
+    if not any(job.quantized for job in plan.jobs):
+        raise RecipeError(f"recipe {recipe.name!r} quantizes nothing in this checkpoint")
+    _check_refusals(plan)
+    return plan
+
+
+def _lay_out(
+    file: str, metadata: dict[str, str], fates: list[tuple[TensorInfo, Module, bool]]
+) -> ShardPlan:
+    rows: list[tuple[str, str, tuple[int, ...]]] = []
+    for tensor, _, packed in fates:
+        if packed:
+            out_features, in_features = tensor.shape
+            rows.append((tensor.name, "U8", (out_features, in_features // 2)))
+            rows.append((tensor.name + "_scale", "U8", (out_features, in_features // BLOCK)))
+        else:
+            rows.append((tensor.name, tensor.dtype, tensor.shape))
+    position, placed = 0, {}
+    header_rows = []
+    for name, dtype, shape in sorted(rows, key=lambda row: layout_order(row[1], row[0])):
+        end = position + tensor_nbytes(dtype, shape)
+        header_rows.append((name, dtype, shape, position, end))
+        placed[name] = (dtype, shape, position, end)
+        position = end
+    header = encode_header(header_rows, metadata)
+
+    def output(name: str) -> OutputTensor:
+        dtype, shape, begin, end = placed[name]
+        return OutputTensor(name, dtype, shape, len(header) + begin, len(header) + end)
+
+    jobs = tuple(
+        TensorJob(
+            tensor,
+            module,
+            (output(tensor.name), output(tensor.name + "_scale")) if packed else (output(tensor.name),),
+        )
+        for tensor, module, packed in fates
+    )
+    return ShardPlan(file, header, jobs, len(header) + position)
+
+
+def _check_quantizable(tensor: TensorInfo) -> None:
+    where = f"{tensor.shard}: tensor {tensor.name!r}"
+    if len(tensor.shape) != 2:
+        raise CheckpointError(f"{where} has shape {list(tensor.shape)}; MXFP4 here needs a 2-D weight")
+    if tensor.shape[1] % BLOCK or not tensor.numel:
+        raise CheckpointError(
+            f"{where} has in_features {tensor.shape[1]}, not a multiple of {BLOCK} (the MXFP4 block)",
+            "Leave it out with --keep.",
+        )
+
+
+def _check_mtp(checkpoint: Checkpoint, layers: Layers, modules: Mapping[str, Module]) -> None:
+    present = {module.layer for module in modules.values() if module.is_mtp}
+    for layer in layers.mtp:
+        if layer not in present:
+            raise CheckpointError(
+                f"config.json declares an MTP layer (num_nextn_predict_layers {len(layers.mtp)}), but no tensor of "
+                f"layer {layer} is in the checkpoint: speculative decoding would draft with random weights",
+                "Fetch the shards with the MTP layer; loading and saving with transformers drops it.",
+            )
+    for name, module in modules.items():
+        if module.is_mtp and module.layer not in layers.mtp:
+            raise CheckpointError(
+                f"{checkpoint.tensors[name].shard}: tensor {name!r} belongs to layer {module.layer}, but config.json "
+                f"declares {layers.count} layers and num_nextn_predict_layers {len(layers.mtp)}",
+                "Set num_nextn_predict_layers to the number of MTP layers.",
+            )
+
+
+def _check_overrides(recipe: Recipe, modules: Mapping[str, Module]) -> None:
+    for override in recipe.overrides:
+        if not any(override.matches(m.name) for name, m in modules.items() if name.endswith(".weight")):
+            raise RecipeError(
+                f"{override}: matches no module of this checkpoint",
+                "Patterns are globs over module names such as 'model.layers.3.mlp.*', or 're:' and a regex.",
+            )
+
+
+def _check_refusals(plan: Plan) -> None:
+    present: dict[str, set[str]] = {}
+    for job in plan.jobs:
+        key = f"{job.module.group}.{'mtp' if job.module.is_mtp else 'main'}"
+        present.setdefault(key, set()).add("mxfp4" if job.quantized else "plain")
+    for refusal in plan.architecture.refusals:
+        if all(wanted in present.get(key, set()) for key, wanted in refusal.when.items()):
+            what = ", ".join(f"{key} {wanted}" for key, wanted in refusal.when.items())
+            raise RecipeError(
+                f"recipe {plan.recipe.name!r} is refused ({what}): {refusal.reason}", f"Instead: {refusal.instead}."
+            )
+
+

@@ -1,0 +1,379 @@
+"""Recipes: what is quantized, as checked data from exclusions/<model_type>.yaml or a user's own file.
+
+A recipe only allows; everything it does not name stays as it is, and the exclusion list is computed from that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from glmquant.checkpoint.layers import Layers
+from glmquant.errors import RecipeError
+
+SCOPES = ("main", "mtp", "all")
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A checkpoint module: the name of a tensor without its last part (`...q_a_proj` of `...q_a_proj.weight`)."""
+
+    name: str
+    group: str
+    layer: int | None
+    is_mtp: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    name: str
+    patterns: tuple[re.Pattern[str], ...]
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """How an engine's draft model renames MTP modules: `to` has {rest} for the name behind the layer prefix."""
+
+    engine: str
+    modules: tuple[str, ...]
+    to: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Quantize `group` in the layers of `layers` (main, mtp or all)."""
+
+    group: str
+    layers: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    when: Mapping[str, str]
+    reason: str
+    instead: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A user's pattern over checkpoint module names: a glob, or a full-match regex after `re:`."""
+
+    quantize: bool
+    pattern: str
+
+    def matches(self, module: str) -> bool:
+        if self.pattern.startswith("re:"):
+            return re.fullmatch(self.pattern[3:], module) is not None
+        return fnmatchcase(module, self.pattern)
+
+    def __str__(self) -> str:
+        return f"--{'quantize' if self.quantize else 'keep'} {self.pattern}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A named allow-list, with the user's overrides (a later one wins over an earlier one)."""
+
+    name: str
+    about: str
+    rules: tuple[Rule, ...]
+    overrides: tuple[Override, ...] = ()
+
+    def quantizes(self, module: Module) -> bool:
+        for override in reversed(self.overrides):
+            if override.matches(module.name):
+                return override.quantize
+        scope = "mtp" if module.is_mtp else "main"
+        return any(rule.group == module.group and rule.layers in (scope, "all") for rule in self.rules)
+
+    def with_overrides(self, quantize: Iterable[str], keep: Iterable[str]) -> Recipe:
+        """Add --quantize and --keep patterns; --keep wins where both match.
+
+        Raises:
+            RecipeError: a `re:` pattern is not a valid regex.
+        """
+        overrides = [Override(True, p) for p in quantize] + [Override(False, p) for p in keep]
+        for override in overrides:
+            _regex(override.pattern.removeprefix("re:") if override.pattern.startswith("re:") else "", str(override))
+        return replace(self, overrides=self.overrides + tuple(overrides))
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One model type: its module groups, MTP naming and recipes."""
+
+    model_type: str
+    about: str
+    groups: tuple[Group, ...]
+    lookups: frozenset[str]
+    mtp_prefix: str
+    aliases: tuple[Alias, ...]
+    recipes: Mapping[str, Recipe]
+    default: str
+    refusals: tuple[Refusal, ...]
+    file: str
+
+    def module(self, name: str, layers: Layers) -> Module:
+        """Classify a module name; a name no pattern knows is in group `other` and never quantized by a rule."""
+        for group in self.groups:
+            for pattern in group.patterns:
+                if found := pattern.fullmatch(name):
+                    number = found.groupdict().get("layer")
+                    layer = int(number) if number is not None else None
+                    return Module(name, group.name, layer, layer is not None and layer >= layers.count)
+        found = re.match(re.escape(self.mtp_prefix).replace(r"\{layer\}", r"(\d+)"), name)
+        layer = int(found[1]) if found else None
+        return Module(name, "other", layer, layer is not None and layer >= layers.count)
+
+    def mtp_aliases(self, name: str, layers: Layers) -> list[tuple[str, Alias]]:
+        """Names under which engines' draft models ask for an MTP module; empty for other modules."""
+        for layer in layers.mtp:
+            prefix = self.mtp_prefix.format(layer=layer)
+            if name.startswith(prefix):
+                rest = name[len(prefix) :]
+                found: dict[str, tuple[str, Alias]] = {}
+                for alias in self.aliases:
+                    if alias.engine not in found and any(fnmatchcase(rest, m) for m in alias.modules):
+                        found[alias.engine] = (alias.to.format(rest=rest), alias)
+                return list(found.values())
+        return []
+
+    def recipe(self, name: str | None) -> Recipe:
+        """A recipe by name; None is the default one.
+
+        Raises:
+            RecipeError: unknown name; lists the known ones.
+        """
+        wanted = name or self.default
+        if wanted not in self.recipes:
+            raise RecipeError(f"unknown recipe {wanted!r}", f"{self.file} has: {', '.join(self.recipes)}.")
+        return self.recipes[wanted]
+
+
+def recipe_folder() -> Path:
+    """The folder with the architecture files: inside the installed package, or beside it in a checkout."""
+    installed = _HERE / "_recipes"
+    return installed if installed.is_dir() else _HERE.parent / "exclusions"
+
+
+def known_model_types() -> list[str]:
+    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+
+
+@lru_cache
+def load_architecture(model_type: str) -> Architecture:
+    """The architecture file of a model type.
+
+    Raises:
+        RecipeError: no such file (lists the known model types), or the file does not follow the schema.
+    """
+    if model_type not in known_model_types():
+        raise RecipeError(
+            f"config.json: model_type {model_type!r} is unknown", f"Known: {', '.join(known_model_types())}."
+        )
+    return parse_architecture(recipe_folder() / f"{model_type}.yaml")
+
+
+def select_recipe(architecture: Architecture, choice: str | None) -> tuple[Architecture, Recipe]:
+    """Pick a recipe by name, from a user's file (`my.yaml`) or one of several in it (`my.yaml:name`).
+
+    A user's file has `schema: 1`, `extends: <model_type>` and `recipes:`; it may add `refuse:` rules.
+
+    Raises:
+        RecipeError: unknown name or file, or the file does not follow the schema.
+    """
+    path, _, name = (choice or "").partition(".yaml")
+    if choice is None or not (choice.endswith(".yaml") or name.startswith(":")):
+        return architecture, architecture.recipe(choice)
+    own = parse_recipe_file(Path(path + ".yaml"), architecture)
+    return own, own.recipe(name[1:] or None)
+
+
+# --- strict reading: every key is known, every value has its type, every name refers to something ---
+
+
+def parse_architecture(path: Path) -> Architecture:
+    data = _load(path)
+    _keys(path, data, "", {"schema", "model_type", "about", "groups", "lookups", "mtp", "default", "recipes", "refuse"})
+    groups = []
+    for name, spec in _map(path, data, "groups").items():
+        _keys(path, spec, f"groups.{name}", {"modules", "about"})
+        patterns = tuple(_template(path, m) for m in _strings(path, spec, "modules"))
+        groups.append(Group(name, patterns, _text(path, spec, "about")))
+    mtp = _map(path, data, "mtp")
+    _keys(path, mtp, "mtp", {"prefix", "aliases"})
+    aliases = []
+    for spec in mtp["aliases"]:
+        _keys(path, spec, "mtp.aliases", {"engine", "modules", "to", "source"})
+        aliases.append(
+            Alias(
+                _text(path, spec, "engine"),
+                tuple(_strings(path, spec, "modules")),
+                _text(path, spec, "to"),
+                _text(path, spec, "source"),
+            )
+        )
+    names = {group.name for group in groups}
+    recipes = _recipes(path, data, names)
+    default = _text(path, data, "default")
+    if default not in recipes:
+        raise RecipeError(f"{path}: default {default!r} is not one of its recipes")
+    return Architecture(
+        model_type=_text(path, data, "model_type"),
+        about=_text(path, data, "about"),
+        groups=tuple(groups),
+        lookups=frozenset(_strings(path, data, "lookups")),
+        mtp_prefix=_text(path, mtp, "prefix"),
+        aliases=tuple(aliases),
+        recipes=recipes,
+        default=default,
+        refusals=_refusals(path, data.get("refuse", []), names),
+        file=path.name,
+    )
+
+
+def parse_recipe_file(path: Path, base: Architecture) -> Architecture:
+    """A user's recipes on top of an architecture: its groups, aliases and refusals stay in force."""
+    data = _load(path)
+    if "extends" not in data:
+        raise RecipeError(f"{path}: no key 'extends'", f"Write 'extends: {base.model_type}'.")
+    _keys(path, data, "", {"schema", "extends", "recipes", "refuse"})
+    if data["extends"] != base.model_type:
+        raise RecipeError(f"{path}: extends {data['extends']!r}, but the checkpoint is {base.model_type!r}")
+    names = {group.name for group in base.groups}
+    recipes = _recipes(path, data, names)
+    if not recipes:
+        raise RecipeError(f"{path}: no recipe in it")
+    return replace(
+        base,
+        recipes=recipes,
+        default=next(iter(recipes)),
+        refusals=base.refusals + _refusals(path, data.get("refuse", []), names),
+        file=path.name,
+    )
+
+
+def _recipes(path: Path, data: Mapping[str, Any], groups: set[str]) -> dict[str, Recipe]:
+    recipes = {}
+    for name, spec in _map(path, data, "recipes").items():
+        where = f"recipes.{name}"
+        _keys(path, spec, where, {"about", "quantize"})
+        rules = []
+        for item in spec.get("quantize") or []:
+            _keys(path, item, f"{where}.quantize", {"group", "layers", "reason"})
+            rule = Rule(_text(path, item, "group"), _text(path, item, "layers"), _text(path, item, "reason"))
+            if rule.group not in groups:
+                raise RecipeError(f"{path}: {where}: unknown group {rule.group!r}", f"Known: {', '.join(sorted(groups))}.")
+            if rule.layers not in SCOPES:
+                raise RecipeError(f"{path}: {where}: layers {rule.layers!r} must be one of {', '.join(SCOPES)}")
+            rules.append(rule)
+        if not rules:
+            raise RecipeError(f"{path}: {where}: quantizes nothing")
+        recipes[name] = Recipe(name, _text(path, spec, "about"), tuple(rules))
+    return recipes
+
+
+def _refusals(path: Path, items: Any, groups: set[str]) -> tuple[Refusal, ...]:
+    refusals = []
+    for item in items:
+        _keys(path, item, "refuse", {"when", "reason", "instead", "source"})
+        when = _map(path, item, "when")
+        for key, value in when.items():
+            group, _, scope = key.partition(".")
+            if group not in groups or scope not in ("main", "mtp") or value not in ("mxfp4", "plain"):
+                raise RecipeError(f"{path}: refuse: {key}: {value} is not <group>.<main|mtp>: <mxfp4|plain>")
+        refusals.append(
+            Refusal(when, _text(path, item, "reason"), _text(path, item, "instead"), _text(path, item, "source"))
+        )
+    return tuple(refusals)
+
+
+def _template(path: Path, template: str) -> re.Pattern[str]:
+    """`{layer}` and `{expert}` become numbers, `{a,b}` one of the names; everything else is literal."""
+    out, seen_layer = "", False
+    for part in re.split(r"(\{[^{}]*\})", template):
+        if part == "{layer}":
+            out += r"(?P=layer)" if seen_layer else r"(?P<layer>\d+)"
+            seen_layer = True
+        elif part == "{expert}":
+            out += r"\d+"
+        elif part.startswith("{"):
+            out += "(?:" + "|".join(re.escape(name) for name in part[1:-1].split(",")) + ")"
+        else:
+            out += re.escape(part)
+    return _regex(out, f"{path}: {template}")
+
+
+def _regex(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as err:
+        raise RecipeError(f"{where}: not a valid regular expression: {err}") from err
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice."""
+
+
+def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:map", _strict_mapping)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+    except OSError as err:
+        raise RecipeError(f"{path}: cannot be read: {err.strerror or err}") from err
+    except (yaml.YAMLError, ValueError, RecursionError) as err:
+        raise RecipeError(f"{path}: not valid YAML: {err}") from err
+    if not isinstance(data, dict) or data.get("schema") != 1:
+        raise RecipeError(f"{path}: must begin with 'schema: 1'")
+    return data
+
+
+def _keys(path: Path, spec: Any, where: str, allowed: set[str]) -> None:
+    if not isinstance(spec, dict):
+        raise RecipeError(f"{path}: {where or 'the file'} must be a map")
+    if unknown := set(map(str, spec)) - allowed:
+        place = f" in {where}" if where else ""
+        raise RecipeError(f"{path}: unknown key {sorted(unknown)[0]!r}{place}", f"Allowed: {', '.join(sorted(allowed))}.")
+
+
+def _map(path: Path, spec: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = spec.get(key)
+    if not isinstance(value, dict):
+        raise RecipeError(f"{path}: {key} must be a map")
+    return {str(k): v for k, v in value.items()}
+
+
+def _text(path: Path, spec: Mapping[str, Any], key: str) -> str:
+    value = spec.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise RecipeError(f"{path}: {key} must be a text")
+    return value
+
+
+def _strings(path: Path, spec: Mapping[str, Any], key: str) -> list[str]:
+    value = spec.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise RecipeError(f"{path}: {key} must be a list of texts")
+    return value
