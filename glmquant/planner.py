@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from glmquant.checkpoint.formats import is_linear_weight, module_name
 from glmquant.checkpoint.header import TensorInfo, encode_header, layout_order, tensor_nbytes
 from glmquant.checkpoint.layers import Layers
 from glmquant.checkpoint.source import Checkpoint
@@ -109,7 +110,7 @@ class Plan:
         return {
             job.module.name: "mxfp4" if job.quantized else "plain"
             for job in self.jobs
-            if is_linear(job.source.name, len(job.source.shape), self.architecture)
+            if is_linear_weight(job.source.name, len(job.source.shape), self.architecture.lookups)
         }
 
     def groups(self) -> list[GroupRow]:
@@ -122,17 +123,11 @@ class Plan:
             for i, add in enumerate((len(job.outputs), job.source.numel, job.source.nbytes, job.nbytes_out)):
                 row[i] += add
         order = [*(group.name for group in self.architecture.groups), "mtp", "other"]
-        rows = [GroupRow(g, *values, dtype_in, dtype_out) for (g, dtype_in, dtype_out), values in sums.items()]
+        rows = [
+            GroupRow(g, count, numel, size_in, size_out, dtype_in, dtype_out)
+            for (g, dtype_in, dtype_out), (count, numel, size_in, size_out) in sums.items()
+        ]
         return sorted(rows, key=lambda r: (order.index(r.group), r.dtype_out != "MXFP4", r.dtype_out))
-
-
-def is_linear(tensor: str, rank: int, architecture: Architecture) -> bool:
-    """Whether a tensor is the weight of a Linear module: what an exclude list talks about."""
-    return rank == 2 and tensor.endswith(".weight") and module_name(tensor) not in architecture.lookups
-
-
-def module_name(tensor: str) -> str:
-    return tensor.rpartition(".")[0]
 
 
 def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe, layers: Layers) -> Plan:
@@ -167,9 +162,7 @@ def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe
     return plan
 
 
-def _lay_out(
-    file: str, metadata: dict[str, str], fates: list[tuple[TensorInfo, Module, bool]]
-) -> ShardPlan:
+def _lay_out(file: str, metadata: dict[str, str], fates: list[tuple[TensorInfo, Module, bool]]) -> ShardPlan:
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     for tensor, _, packed in fates:
         if packed:
@@ -249,7 +242,6 @@ def _check_refusals(plan: Plan) -> None:
         if all(wanted in present.get(key, set()) for key, wanted in refusal.when.items()):
             what = ", ".join(f"{key} {wanted}" for key, wanted in refusal.when.items())
             raise RecipeError(
-                f"recipe {plan.recipe.name!r} is refused ({what}): {refusal.reason}", f"Instead: {refusal.instead}."
+                f"recipe {plan.recipe.name!r} is refused ({what}): {refusal.reason}",
+                f"Instead: {refusal.instead}.",
             )
-
-

@@ -106,7 +106,10 @@ class Recipe:
         """
         overrides = [Override(True, p) for p in quantize] + [Override(False, p) for p in keep]
         for override in overrides:
-            _regex(override.pattern.removeprefix("re:") if override.pattern.startswith("re:") else "", str(override))
+            _regex(
+                override.pattern.removeprefix("re:") if override.pattern.startswith("re:") else "",
+                str(override),
+            )
         return replace(self, overrides=self.overrides + tuple(overrides))
 
 
@@ -206,7 +209,12 @@ def select_recipe(architecture: Architecture, choice: str | None) -> tuple[Archi
 
 def parse_architecture(path: Path) -> Architecture:
     data = _load(path)
-    _keys(path, data, "", {"schema", "model_type", "about", "groups", "lookups", "mtp", "default", "recipes", "refuse"})
+    _keys(
+        path,
+        data,
+        "",
+        {"schema", "model_type", "about", "groups", "lookups", "mtp", "default", "recipes", "refuse"},
+    )
     groups = []
     for name, spec in _map(path, data, "groups").items():
         _keys(path, spec, f"groups.{name}", {"modules", "about"})
@@ -275,7 +283,9 @@ def _recipes(path: Path, data: Mapping[str, Any], groups: set[str]) -> dict[str,
             _keys(path, item, f"{where}.quantize", {"group", "layers", "reason"})
             rule = Rule(_text(path, item, "group"), _text(path, item, "layers"), _text(path, item, "reason"))
             if rule.group not in groups:
-                raise RecipeError(f"{path}: {where}: unknown group {rule.group!r}", f"Known: {', '.join(sorted(groups))}.")
+                raise RecipeError(
+                    f"{path}: {where}: unknown group {rule.group!r}", f"Known: {', '.join(sorted(groups))}."
+                )
             if rule.layers not in SCOPES:
                 raise RecipeError(f"{path}: {where}: layers {rule.layers!r} must be one of {', '.join(SCOPES)}")
             rules.append(rule)
@@ -328,7 +338,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    keys = [loader.construct_object(key) for key, _ in node.value]
     for key in keys:
         if keys.count(key) > 1:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", node.start_mark)
@@ -340,7 +350,7 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:map", _strict_mapping)
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as err:
         raise RecipeError(f"{path}: cannot be read: {err.strerror or err}") from err
     except (yaml.YAMLError, ValueError, RecursionError) as err:
@@ -355,7 +365,9 @@ def _keys(path: Path, spec: Any, where: str, allowed: set[str]) -> None:
         raise RecipeError(f"{path}: {where or 'the file'} must be a map")
     if unknown := set(map(str, spec)) - allowed:
         place = f" in {where}" if where else ""
-        raise RecipeError(f"{path}: unknown key {sorted(unknown)[0]!r}{place}", f"Allowed: {', '.join(sorted(allowed))}.")
+        raise RecipeError(
+            f"{path}: unknown key {sorted(unknown)[0]!r}{place}", f"Allowed: {', '.join(sorted(allowed))}."
+        )
 
 
 def _map(path: Path, spec: Mapping[str, Any], key: str) -> dict[str, Any]:

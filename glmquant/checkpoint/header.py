@@ -91,9 +91,7 @@ def layout_order(dtype: str, name: str) -> tuple[int, str]:
     return (-_DTYPE_RANK[dtype], name)
 
 
-def encode_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: dict[str, str]
-) -> bytes:
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: dict[str, str]) -> bytes:
     """Length prefix and header for (name, dtype, shape, begin, end) rows, offsets counted from the data's start.
 
     Padded with spaces so that the data begins at a multiple of 8 bytes, as the reference writer does.
@@ -140,9 +138,7 @@ def read_header(path: Path) -> ShardHeader:
     except OSError as err:
         raise CheckpointError(f"{file}: cannot be read: {err.strerror or err}") from err
     if len(body) < length:
-        raise CheckpointError(
-            f"{file}: header cut short: {length} bytes announced, {len(body)} present", _DOWNLOAD
-        )
+        raise CheckpointError(f"{file}: header cut short: {length} bytes announced, {len(body)} present", _DOWNLOAD)
     try:
         parsed = json.loads(body.decode("utf-8"), object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as err:

@@ -165,9 +165,7 @@ def _read_index(
     if not (root / INDEX).exists():
         if shard_files != [SINGLE]:
             found = f"{len(shard_files)} shards" if shard_files else "no shard"
-            problems.append(
-                Problem("no-index", f"{root}: no {INDEX}, and {found} instead of one {SINGLE}", INDEX)
-            )
+            problems.append(Problem("no-index", f"{root}: no {INDEX}, and {found} instead of one {SINGLE}", INDEX))
         return None, None
     try:
         index = read_json(root / INDEX)
@@ -187,7 +185,7 @@ def _compare_index(
     weight_map: Mapping[str, str], on_disk: set[str], readable: set[str], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[Problem]:
     named = set(weight_map.values())
-    first_tensor = {}
+    first_tensor: dict[str, str] = {}
     for name, file in weight_map.items():
         first_tensor.setdefault(file, name)
     for file in sorted(named):
@@ -222,7 +220,11 @@ def _compare_index(
         tensor = tensors.get(name)
         if tensor is None:
             yield Problem(
-                "missing-tensor", f"{INDEX}: tensor {name!r} is not in shard {file}", file, name, "Stale index?"
+                "missing-tensor",
+                f"{INDEX}: tensor {name!r} is not in shard {file}",
+                file,
+                name,
+                "Stale index?",
             )
         elif tensor.shard != file:
             yield Problem(
@@ -248,7 +250,10 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     for file in checkpoint.side_files:
         if file.endswith(_PICKLES):
             yield Problem(
-                "pickle", f"{file}: a pickle file; glmquant neither reads nor copies pickles", file, hint="Remove it."
+                "pickle",
+                f"{file}: a pickle file; glmquant neither reads nor copies pickles",
+                file,
+                hint="Remove it.",
             )
     config = checkpoint.config.get("quantization_config")
     if config:
@@ -271,8 +276,43 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
         elif tensor.dtype not in ("BF16", "F16", "F32"):
             yield Problem(
                 "dtype",
-                f"{tensor.shard}: tensor {tensor.name!r} has dtype {tensor.dtype}; "
-                "a source may hold BF16, F16 and F32",
+                f"{tensor.shard}: tensor {tensor.name!r} has dtype {tensor.dtype}; a source may hold BF16, F16 and F32",
                 tensor.shard,
                 tensor.name,
             )
+
+
+class ShardReader:
+    """Exact reads from one shard file; never a short read, never bytes of another version of the file."""
+
+    def __init__(self, folder: Path, header: ShardHeader) -> None:
+        self.file = header.file
+        self._fd = os.open(folder / header.file, os.O_RDONLY)
+        size = os.fstat(self._fd).st_size
+        if size != header.file_size:
+            os.close(self._fd)
+            raise CheckpointError(
+                f"{self.file}: changed since its header was read ({header.file_size} to {size} bytes)"
+            )
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer from an absolute offset.
+
+        Raises:
+            CheckpointError: I/O error or end of file; names shard and offset.
+        """
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as err:
+                raise CheckpointError(f"{self.file}: read failed at byte {offset + done}: {err.strerror}") from err
+            if not count:
+                raise CheckpointError(f"{self.file}: ends at byte {offset + done}, {len(buffer) - done} more expected")
+            done += count

@@ -1,0 +1,3 @@
+from glmquant.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,306 @@
+"""The command line: parse, call, print, exit code. Everything it does is in pipeline.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from glmquant import pipeline
+from glmquant.engines.targets import DEFAULT_TARGETS, span
+from glmquant.errors import GlmquantError
+from glmquant.exclusions import ExclusionList
+from glmquant.pipeline import PlanResult
+from glmquant.validator import JSON_VERSION, SEVERITIES, Report
+
+EPILOG = """\
+exit codes: 0 done, 1 a finding or an error, 2 wrong usage.
+examples:
+  glmquant plan ./GLM-5.2                              what would be written, to the byte
+  glmquant quantize ./GLM-5.2 ./GLM-5.2-MXFP4          do it (AMD Quark, on the CPU)
+  glmquant exclusions ./GLM-5.2 --recipe routed        the exclude list, one entry a line
+  glmquant validate ./GLM-5.2-MXFP4                    prove a checkpoint of any producer
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except GlmquantError as err:
+        if args.verbose:
+            logging.getLogger(__name__).exception("failed")
+        print(f"glmquant: error: {err}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # e.g. piped into head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="glmquant",
+        description="Quantize GLM-5.2 checkpoints (model_type glm_moe_dsa) to MXFP4 with AMD Quark's numbers, MTP "
+        "layer included, and prove that serving engines can load the result.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version)
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    plan = _verb(verbs, "plan", _plan, "show what quantizing would write, from headers alone")
+    plan.add_argument("source", metavar="SRC", help="folder of a bf16 checkpoint, or a hub-cache snapshot")
+    _recipe_options(plan)
+    _targets_option(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
+    quantize = _verb(verbs, "quantize", _quantize, "write an MXFP4 checkpoint, then validate it")
+    quantize.add_argument("source", metavar="SRC", help="folder of a bf16 checkpoint, or a hub-cache snapshot")
+    quantize.add_argument("output", metavar="OUT", help="a new or empty folder")
+    _recipe_options(quantize)
+    _targets_option(quantize)
+    quantize.add_argument(
+        "--device", default="cpu", help="torch device for AMD Quark: cpu, cuda, cuda:1 (default: cpu)"
+    )
+    quantize.add_argument("--base-model", metavar="ORG/NAME", help="the source's name on the Hub, for the model card")
+    quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+
+    exclusions = _verb(
+        verbs, "exclusions", _exclusions, "print the exclude list for a source or a quantized checkpoint"
+    )
+    exclusions.add_argument("checkpoint", metavar="CKPT", help="bf16 source, or a quantized folder of any producer")
+    _recipe_options(exclusions)
+    _targets_option(exclusions)
+    exclusions.add_argument(
+        "--format",
+        choices=("text", "json", "table"),
+        default="text",
+        help="text: one entry a line; json: the list as in config.json; table: with the origin of each entry",
+    )
+
+    validate = _verb(verbs, "validate", _validate, "check a quantized checkpoint against what engines ask for")
+    validate.add_argument("checkpoint", metavar="CKPT", help="quantized folder of any producer")
+    _targets_option(validate)
+    validate.add_argument("--json", action="store_true", help="print JSON")
+    validate.add_argument(
+        "--fail-on",
+        choices=SEVERITIES,
+        default="error",
+        help="least severity that gives exit code 1 (default: error)",
+    )
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: importlib.metadata costs start-up time."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"glmquant {version('glmquant')}")
+        parser.exit()
+
+
+def _verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, and tracebacks of errors")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _recipe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="moe (default), moe-mtp, routed, routed-mtp, or your own file: my.yaml, my.yaml:name",
+    )
+    parser.add_argument(
+        "--quantize",
+        dest="also",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="quantize these modules too: a glob such as 'model.layers.0.mlp.*', or 're:' and a regex",
+    )
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="PATTERN", help="leave these modules as they are; wins"
+    )
+
+
+def _targets_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--targets",
+        "--engine",
+        default=DEFAULT_TARGETS,
+        metavar="LIST",
+        help=f"engine releases that must load the result, e.g. 'sglang>=0.5.16' (default: {DEFAULT_TARGETS})",
+    )
+
+
+def _recipe_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {"recipe": args.recipe, "quantize": args.also, "keep": args.keep, "targets": args.targets}
+
+
+def _plan(args: argparse.Namespace) -> int:
+    result = pipeline.plan(args.source, **_recipe_arguments(args))
+    if args.json:
+        _print_json(_plan_json(result))
+    else:
+        print("\n".join(_plan_lines(result)))
+    return 0
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    result = pipeline.quantize(
+        args.source,
+        args.output,
+        **_recipe_arguments(args),
+        device=args.device,
+        base_model=args.base_model,
+        progress=not args.quiet,
+    )
+    if not args.quiet:
+        rate = result.plan.bytes_in / max(result.seconds, 1e-9) / 1e6
+        print(f"wrote {result.output} in {result.seconds:.1f} s ({rate:,.0f} MB/s of source)")
+        print("\n".join([*_table(result.plan), "", *_list_lines(result.exclusions)]))
+    if not args.quiet or not result.report.ok:
+        print("\n".join(_report_lines(result.report)))
+    return 0 if result.report.ok else 1
+
+
+def _exclusions(args: argparse.Namespace) -> int:
+    found = pipeline.resolve_exclusions(args.checkpoint, **_recipe_arguments(args))
+    if args.format == "json":
+        _print_json(found.texts)
+    elif args.format == "table":
+        width = max((len(entry.text) for entry in found.entries), default=0)
+        for entry in found.entries:
+            print(f"{entry.text:{width}}  {entry.origin:10}  {entry.module}  {entry.source}".rstrip())
+    else:
+        print("\n".join(found.texts))
+    for need in found.needs:
+        print(f"note: {need}", file=sys.stderr)
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    report = pipeline.validate(args.checkpoint, targets=args.targets)
+    if args.json:
+        _print_json(
+            {
+                "version": JSON_VERSION,
+                "folder": str(report.folder),
+                "ok": not report.failed(args.fail_on),
+                "targets": [str(target) for target in report.targets],
+                "tensors": report.tensors,
+                "bytes": report.nbytes,
+                "quantized_modules": report.quantized_modules,
+                "coverage": report.coverage,
+                "findings": [dataclasses.asdict(finding) for finding in report.findings],
+            }
+        )
+    else:
+        print("\n".join(_report_lines(report)))
+    return int(report.failed(args.fail_on))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _plan_json(result: PlanResult) -> dict[str, Any]:
+    plan = result.plan
+    return {
+        "recipe": plan.recipe.name,
+        "groups": [dataclasses.asdict(row) for row in plan.groups()],
+        "shards": len(plan.shards),
+        "tensors_in": len(plan.jobs),
+        "tensors_out": len(plan.weight_map),
+        "bytes_in": plan.bytes_in,
+        "bytes_out": plan.total_size,
+        "disk_needed": result.disk_needed,
+        "quantized_share": _share(result),
+        "exclude_entries": len(result.exclusions.entries),
+        "exclude_form": result.exclusions.form,
+        "targets": [str(target) for target in result.exclusions.targets],
+        "needs": [dataclasses.asdict(need) for need in result.exclusions.needs],
+    }
+
+
+def _share(result: PlanResult) -> float:
+    jobs = result.plan.jobs
+    return sum(job.source.numel for job in jobs if job.quantized) / sum(job.source.numel for job in jobs)
+
+
+def _plan_lines(result: PlanResult) -> list[str]:
+    plan = result.plan
+    return [
+        f"{result.checkpoint.folder}: {result.checkpoint.model_type}, {plan.layers.count} layers"
+        + (f" + MTP layer {', '.join(map(str, plan.layers.mtp))}" if plan.layers.mtp else ", no MTP layer"),
+        f"recipe {plan.recipe.name}: {plan.recipe.about}",
+        *(f"  {override}" for override in plan.recipe.overrides),
+        "",
+        *_table(plan),
+        "",
+        f"compression   {plan.bytes_in / plan.total_size:.2f}x",
+        f"quantized     {_share(result):.2%} of parameters",
+        f"disk needed   {result.disk_needed:,} bytes in {len(plan.shards)} shards",
+        *_list_lines(result.exclusions),
+    ]
+
+
+def _table(plan: Any) -> list[str]:
+    rows = [("group", "tensors", "bytes in", "bytes out", "dtype")]
+    for row in plan.groups():
+        dtype = row.dtype_out if row.dtype_in == row.dtype_out else f"{row.dtype_in} -> {row.dtype_out}"
+        rows.append((row.group, f"{row.tensors:,}", f"{row.bytes_in:,}", f"{row.bytes_out:,}", dtype))
+    rows.append(("total", f"{len(plan.weight_map):,}", f"{plan.bytes_in:,}", f"{plan.total_size:,}", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]).rstrip()
+        for row in rows
+    ]
+
+
+def _list_lines(exclusions: ExclusionList) -> list[str]:
+    return [
+        f"exclude list  {len(exclusions.entries)} entries, MTP form: {exclusions.form}; for {span(exclusions.targets)}",
+        *(f"  note: {need}" for need in exclusions.needs),
+    ]
+
+
+def _report_lines(report: Report) -> list[str]:
+    lines = [
+        f"{report.folder}: {report.tensors:,} tensors, {report.nbytes:,} bytes, "
+        f"{report.quantized_modules:,} modules in MXFP4"
+    ]
+    for target, counts in report.coverage.items():
+        bad = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n and verdict != "ok")
+        lines.append(f"  {target:22} {counts['ok']:5} modules ok" + (f", {bad}" if bad else ""))
+    for finding in report.findings:
+        where = f" [{finding.targets}]" if finding.targets else ""
+        lines.append(f"{finding.severity}: {finding.code}{where}: {finding.message}")
+        if finding.names:
+            more = finding.count - len(finding.names)
+            lines.append(f"    {', '.join(finding.names)}" + (f" and {more} more" if more > 0 else ""))
+        if finding.fix:
+            lines.append(f"    fix: {finding.fix}")
+    errors = sum(finding.severity == "error" for finding in report.findings)
+    lines.append(
+        f"{errors} errors, {len(report.findings) - errors} other findings" if report.findings else "no findings"
+    )
+    return lines

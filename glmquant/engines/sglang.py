@@ -1,0 +1,197 @@
+"""sglang's Quark loader: matching of exclude entries, the draft's list, and the shared-expert fusion gate.
+
+Rules that differ by release are data (sglang.yaml); sources are named there and below, relative to sglang/srt/.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from glmquant.checkpoint.layers import Layers
+from glmquant.engines.model import (
+    DISABLE_FUSION,
+    Evaluation,
+    ModuleVerdict,
+    RuntimeModule,
+    Stored,
+    Verdict,
+    build_modules,
+    compare,
+    load_rules,
+    rules_for,
+)
+
+
+class Matcher:
+    """`should_ignore_layer` of layers/quantization/quark/utils.py over one exclude list."""
+
+    def __init__(self, exclude: Iterable[str], rules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
+        entries = list(exclude)
+        self._literals = {entry for entry in entries if not entry.startswith("re:")}
+        self._patterns = [re.compile(entry[3:]) for entry in dict.fromkeys(entries) if entry.startswith("re:")]
+        self._containers = {
+            entry[: found.end() - 1] for entry in self._literals for found in re.finditer(r"\.experts\.", entry)
+        }
+        self._rules, self._packed = rules, packed
+
+    def entry(self, name: str) -> bool:
+        """Exact, or `re.match` (anchored at the start only) after `re:`."""
+        return name in self._literals or any(p.match(name) for p in self._patterns)
+
+    def ignored(self, prefix: str) -> bool | str:
+        """Whether a module is un-quantized; a text where sglang raises because a fused pair disagrees."""
+        head, _, last = prefix.rpartition(".")
+        if self._rules["fused_name"] and self.entry(prefix):
+            return True
+        if self._rules["container_leaf"] and last == "experts" and prefix in self._containers:
+            return True
+        if last not in self._packed:
+            return self.entry(prefix)
+        answers = {self.entry(f"{head}.{part}" if head else part) for part in self._packed[last]}
+        if len(answers) > 1:
+            shards = list(self._packed[last])
+            return f"ValueError: Found different quantization schemes for {shards} in {prefix}"
+        return answers.pop()
+
+
+class Sglang:
+    """The Engine of sglang; stateless."""
+
+    name = "sglang"
+
+    def releases(self) -> Sequence[str]:
+        return list(load_rules(self.name)["releases"])
+
+    def modules(self, layers: Layers) -> tuple[RuntimeModule, ...]:
+        return build_modules(self.name, layers)
+
+    def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
+        data, rules = load_rules(self.name), rules_for(self.name, release)
+        layers, flags = stored.layers, tuple(flags)
+        target = Matcher(exclude, rules, data["packed_modules"])
+        draft = draft_matcher(exclude, rules, layers)
+        fused = {
+            role: self._fuses(role, rules, exclude, layers) and DISABLE_FUSION not in flags
+            for role in ("target", "draft")
+        }
+        faults: list[ModuleVerdict] = []
+        modules = self.modules(layers)
+        shared_of = _shared_by_container(modules)
+        for module in modules:
+            if module.shared and fused[module.role]:
+                continue
+            matcher = target if module.role == "target" else draft
+            answer: bool | str = True if matcher is None else matcher.ignored(module.prefix)
+            kinds = stored.kinds(module)
+            verdict = compare(module, answer, kinds, data["texts"])
+            if verdict.verdict is Verdict.OK and module.kind == "experts" and fused[module.role]:
+                verdict = self._fused_verdict(module, kinds, shared_of, stored)
+            if verdict.verdict is not Verdict.OK:
+                faults.append(verdict)
+        faults += self._lost_fusion(rules, exclude, stored, flags)
+        return Evaluation(self.name, release, tuple(faults), len(modules), fused["target"], fused["draft"], flags)
+
+    def _fuses(self, role: str, rules: Mapping[str, Any], exclude: Iterable[str], layers: Layers) -> bool:
+        if role == "draft" and not (rules["draft_fuses"] and layers.mtp):
+            return False
+        return self._eligible(layers) and veto(exclude, rules, layers) is None
+
+    def _eligible(self, layers: Layers) -> bool:
+        data = load_rules(self.name)
+        return (
+            layers.routed_experts in data["fusion_routed_experts"]
+            and layers.shared_experts == data["fusion_shared_experts"]
+        )
+
+    def _fused_verdict(
+        self,
+        module: RuntimeModule,
+        kinds: frozenset[str],
+        shared_of: Mapping[str, list[RuntimeModule]],
+        stored: Stored,
+    ) -> ModuleVerdict:
+        parts = [part for shared in shared_of[module.parts[0]] for part in shared.parts]
+        found = frozenset(stored.formats[part] for part in parts if part in stored.formats)
+        if not found or not kinds or found == kinds:
+            return ModuleVerdict(module.role, module.prefix, Verdict.OK, "", module.parts)
+        text = load_rules(self.name)["texts"]["fused_shared"]
+        return ModuleVerdict(module.role, module.prefix, Verdict.CRASH, text, tuple(parts))
+
+    def _lost_fusion(
+        self, rules: Mapping[str, Any], exclude: Sequence[str], stored: Stored, flags: Sequence[str]
+    ) -> list[ModuleVerdict]:
+        """Fusion that the formats would allow but an entry vetoes: costs speed only."""
+        layers = stored.layers
+        entry = veto(exclude, rules, layers)
+        if entry is None or not self._eligible(layers):
+            return []
+        roles = ("target", "draft") if rules["draft_fuses"] and layers.mtp else ("target",)
+        modules = self.modules(layers)
+        kinds = {
+            role: {k for m in modules if m.role == role and (m.shared or m.kind == "experts") for k in stored.kinds(m)}
+            for role in roles
+        }
+        if len(kinds["target"]) != 1:  # the veto is needed: the gate answers for the whole model
+            return []
+        text = load_rules(self.name)["texts"]["unfused"].format(entry=entry)
+        prefix = {"target": "model.layers.*.mlp.experts", "draft": "model.decoder.mlp.experts"}
+        slow = [
+            ModuleVerdict(role, prefix[role], Verdict.SLOW, text, (entry,)) for role in roles if len(kinds[role]) == 1
+        ]
+        return slow
+
+
+def veto(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> str | None:
+    """The first entry that switches shared-expert fusion off, if any.
+
+    Source: layers/quantization/quark/quark.py can_fuse_shared_expert (0.5.18:898-907, 0.5.19:910-945,
+    0.5.23:1085-1119): a substring test on the entries' text, whatever they match.
+    """
+    if rules["veto"] == "none":
+        return None
+    exempt = ["mtp."]
+    if rules["veto"] == "not_mtp":
+        exempt += [f"model.layers.{layer}." for layer in layers.mtp]
+    for entry in exclude:
+        if "shared_expert" in entry and "shared_expert_gate" not in entry and not entry.startswith(tuple(exempt)):
+            return entry
+    return None
+
+
+def draft_matcher(exclude: Sequence[str], rules: Mapping[str, Any], layers: Layers) -> Matcher | None:
+    """The matcher over the draft's own list; None where the whole draft is built un-quantized.
+
+    Source: models/deepseek_nextn.py:327-366 (<= 0.5.15.post1), models/glm4_moe.py:1489-1536 (>= 0.5.16).
+    """
+    packed = load_rules("sglang")["packed_modules"]
+    layer_prefix = f"model.layers.{layers.count}"
+    if rules["draft_list"] == "layer61":
+        mapped = [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
+        expanded = mapped + [e.removeprefix("language_model.") for e in mapped if e.startswith("language_model.")]
+        own_name = layer_prefix.replace("model.layers.61", "model.decoder")
+        if Matcher(expanded, rules, {}).ignored(own_name) is True:
+            return None
+        return Matcher(expanded, rules, packed)
+    own = [entry for entry in exclude if entry.startswith(layer_prefix + ".")]
+    names = [*exclude, *(draft_name(entry, layer_prefix) for entry in own)]
+    if any(".mlp.experts." in entry for entry in own):
+        names.append("model.decoder.mlp.experts")
+    return Matcher(names, rules, packed)
+
+
+def draft_name(name: str, layer_prefix: str) -> str:
+    """`_map_mtp_ckpt_name` of models/glm4_moe.py (0.5.16:1481)."""
+    glue = any(part in name for part in load_rules("sglang")["draft_glue"])
+    return name.replace(layer_prefix, "model" if glue else "model.decoder", 1)
+
+
+@lru_cache
+def _shared_by_container(modules: tuple[RuntimeModule, ...]) -> dict[str, list[RuntimeModule]]:
+    found: dict[str, list[RuntimeModule]] = {m.parts[0]: [] for m in modules if m.kind == "experts"}
+    for module in modules:
+        if module.shared:
+            found[module.parts[0].partition(".mlp.")[0] + ".mlp.experts"].append(module)
+    return found

@@ -1,0 +1,1 @@
+"""The numbers: MXFP4 as the OCP MX specification defines it and AMD Quark rounds it."""
