@@ -105,8 +105,12 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]],
 
 
 def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for json: the same key twice is an attack or damage, never meant."""
+    """`object_pairs_hook` for json: the same key twice is an attack or damage, never meant.
+
+    Refused too is half a surrogate pair ("\\ud800"): Python reads it, but cannot write it back.
+    """
     result = dict(pairs)
+    "".join([*result, *(value for value in result.values() if isinstance(value, str))]).encode()
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]

@@ -122,6 +122,11 @@ def inspect(folder: str | os.PathLike[str]) -> tuple[Checkpoint, list[Problem]]:
         readable = {shard.file for shard in shards}
         problems.extend(_compare_index(weight_map, set(shard_files), readable, tensors))
     side = tuple(f for f in files if not f.endswith(SUFFIX) and f not in (INDEX, CONFIG))
+    problems += [
+        Problem("not-a-file", f"{f}: not a regular file, or a link that leads nowhere", f, hint="Fetch it again.")
+        for f in side
+        if not (root / f).is_file()
+    ]
     return Checkpoint(root, config, tuple(shards), tensors, weight_map, total_size, side), problems
 
 

@@ -50,21 +50,27 @@ class RuntimeModule:
 class Stored:
     """What a checkpoint holds: Linear module -> `mxfp4`, `plain` or another word for anything else.
 
-    Routed experts are summed up per container: `containers` maps `...mlp.experts` to the set of formats in it.
+    Routed experts are summed up per container: `containers` maps `...mlp.experts` to the set of formats in it;
+    `packed_singles` are the MXFP4 modules outside containers.
     """
 
     formats: Mapping[str, str]
     containers: Mapping[str, frozenset[str]]
+    packed_singles: tuple[str, ...]
     layers: Layers
 
     @staticmethod
     def of(formats: Mapping[str, str], layers: Layers) -> Stored:
         containers: dict[str, set[str]] = {}
+        singles = []
         for module, kind in formats.items():
             head, marker, _ = module.partition(".mlp.experts.")
             if marker:
                 containers.setdefault(head + ".mlp.experts", set()).add(kind)
-        return Stored(formats, {name: frozenset(kinds) for name, kinds in containers.items()}, layers)
+            elif kind == "mxfp4":
+                singles.append(module)
+        frozen = {name: frozenset(kinds) for name, kinds in containers.items()}
+        return Stored(formats, frozen, tuple(singles), layers)
 
     def kinds(self, module: RuntimeModule) -> frozenset[str]:
         """Formats found for a runtime module; empty when the checkpoint has nothing for it."""
@@ -108,14 +114,18 @@ class Evaluation:
         return self.verdict in (Verdict.OK, Verdict.SLOW)
 
 
+Answers = Sequence[tuple[RuntimeModule, bool | str]]
+"""What an engine decides per asking module: un-quantized or not; a text where it raises instead."""
+
+
 class Engine(Protocol):
-    """One engine's model: its releases and what each does with a list."""
+    """One engine's model: its releases, what each makes of a list, and what then happens to a checkpoint."""
 
     name: str
 
     def releases(self) -> Sequence[str]: ...
 
-    def modules(self, layers: Layers) -> tuple[RuntimeModule, ...]: ...
+    def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers: ...
 
     def evaluate(
         self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()
@@ -199,3 +209,15 @@ def compare(
     else:
         verdict, key = Verdict.CRASH, f"{module.kind}.built_mxfp4"
     return ModuleVerdict(module.role, module.prefix, verdict, texts[key], module.parts)
+
+
+def never_quantized(name: str, stored: Stored) -> list[ModuleVerdict]:
+    """Packed modules that an engine always builds un-quantized, whatever the list says."""
+    data = load_rules(name)
+    tails = tuple("." + tail for tail in data["never_quantized"])
+    mtp = tuple(f"model.layers.{layer}." for layer in stored.layers.mtp)
+    return [
+        ModuleVerdict("draft" if m.startswith(mtp) else "target", m, Verdict.CRASH, data["texts"]["never"], (m,))
+        for m in stored.packed_singles
+        if f".{m}".endswith(tails)
+    ]

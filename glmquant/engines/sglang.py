@@ -5,14 +5,15 @@ Rules that differ by release are data (sglang.yaml); sources are named there and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from glmquant.checkpoint.layers import Layers
+from glmquant.engines.matching import ShardMatcher
 from glmquant.engines.model import (
     DISABLE_FUSION,
+    Answers,
     Evaluation,
     ModuleVerdict,
     RuntimeModule,
@@ -21,40 +22,9 @@ from glmquant.engines.model import (
     build_modules,
     compare,
     load_rules,
+    never_quantized,
     rules_for,
 )
-
-
-class Matcher:
-    """`should_ignore_layer` of layers/quantization/quark/utils.py over one exclude list."""
-
-    def __init__(self, exclude: Iterable[str], rules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
-        entries = list(exclude)
-        self._literals = {entry for entry in entries if not entry.startswith("re:")}
-        self._patterns = [re.compile(entry[3:]) for entry in dict.fromkeys(entries) if entry.startswith("re:")]
-        self._containers = {
-            entry[: found.end() - 1] for entry in self._literals for found in re.finditer(r"\.experts\.", entry)
-        }
-        self._rules, self._packed = rules, packed
-
-    def entry(self, name: str) -> bool:
-        """Exact, or `re.match` (anchored at the start only) after `re:`."""
-        return name in self._literals or any(p.match(name) for p in self._patterns)
-
-    def ignored(self, prefix: str) -> bool | str:
-        """Whether a module is un-quantized; a text where sglang raises because a fused pair disagrees."""
-        head, _, last = prefix.rpartition(".")
-        if self._rules["fused_name"] and self.entry(prefix):
-            return True
-        if self._rules["container_leaf"] and last == "experts" and prefix in self._containers:
-            return True
-        if last not in self._packed:
-            return self.entry(prefix)
-        answers = {self.entry(f"{head}.{part}" if head else part) for part in self._packed[last]}
-        if len(answers) > 1:
-            shards = list(self._packed[last])
-            return f"ValueError: Found different quantization schemes for {shards} in {prefix}"
-        return answers.pop()
 
 
 class Sglang:
@@ -65,34 +35,35 @@ class Sglang:
     def releases(self) -> Sequence[str]:
         return list(load_rules(self.name)["releases"])
 
-    def modules(self, layers: Layers) -> tuple[RuntimeModule, ...]:
-        return build_modules(self.name, layers)
+    def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
+        rules = rules_for(self.name, release)
+        matchers = {"target": _matcher(exclude, rules), "draft": draft_matcher(exclude, rules, layers)}
+        return [
+            (module, True if matcher is None else matcher.ignored(module.prefix, module.kind == "experts"))
+            for module in build_modules(self.name, layers)
+            for matcher in (matchers[module.role],)
+        ]
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
-        data, rules = load_rules(self.name), rules_for(self.name, release)
-        layers, flags = stored.layers, tuple(flags)
-        target = Matcher(exclude, rules, data["packed_modules"])
-        draft = draft_matcher(exclude, rules, layers)
+        rules, texts, flags = rules_for(self.name, release), load_rules(self.name)["texts"], tuple(flags)
         fused = {
-            role: self._fuses(role, rules, exclude, layers) and DISABLE_FUSION not in flags
+            role: self._fuses(role, rules, exclude, stored.layers) and DISABLE_FUSION not in flags
             for role in ("target", "draft")
         }
-        faults: list[ModuleVerdict] = []
-        modules = self.modules(layers)
-        shared_of = _shared_by_container(modules)
-        for module in modules:
+        answers = self.answers(release, exclude, stored.layers)
+        shared_of = _shared_by_container(stored.layers)
+        verdicts: list[ModuleVerdict] = []
+        for module, answer in answers:
             if module.shared and fused[module.role]:
                 continue
-            matcher = target if module.role == "target" else draft
-            answer: bool | str = True if matcher is None else matcher.ignored(module.prefix)
             kinds = stored.kinds(module)
-            verdict = compare(module, answer, kinds, data["texts"])
+            verdict = compare(module, answer, kinds, texts)
             if verdict.verdict is Verdict.OK and module.kind == "experts" and fused[module.role]:
                 verdict = self._fused_verdict(module, kinds, shared_of, stored)
-            if verdict.verdict is not Verdict.OK:
-                faults.append(verdict)
-        faults += self._lost_fusion(rules, exclude, stored, flags)
-        return Evaluation(self.name, release, tuple(faults), len(modules), fused["target"], fused["draft"], flags)
+            verdicts.append(verdict)
+        verdicts += self._lost_fusion(rules, exclude, stored, flags) + never_quantized(self.name, stored)
+        faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
+        return Evaluation(self.name, release, faults, len(answers), fused["target"], fused["draft"], flags)
 
     def _fuses(self, role: str, rules: Mapping[str, Any], exclude: Iterable[str], layers: Layers) -> bool:
         if role == "draft" and not (rules["draft_fuses"] and layers.mtp):
@@ -129,7 +100,7 @@ class Sglang:
         if entry is None or not self._eligible(layers):
             return []
         roles = ("target", "draft") if rules["draft_fuses"] and layers.mtp else ("target",)
-        modules = self.modules(layers)
+        modules = build_modules(self.name, layers)
         kinds = {
             role: {k for m in modules if m.role == role and (m.shared or m.kind == "experts") for k in stored.kinds(m)}
             for role in roles
@@ -161,25 +132,33 @@ def veto(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> st
     return None
 
 
-def draft_matcher(exclude: Sequence[str], rules: Mapping[str, Any], layers: Layers) -> Matcher | None:
+def _matcher(exclude: Iterable[str], rules: Mapping[str, Any]) -> ShardMatcher:
+    data = load_rules("sglang")
+    return ShardMatcher(
+        exclude,
+        data["packed_modules"],
+        fused_name=rules["fused_name"],
+        container_leaf=rules["container_leaf"],
+        conflict=data["texts"]["pair"],
+    )
+
+
+def draft_matcher(exclude: Sequence[str], rules: Mapping[str, Any], layers: Layers) -> ShardMatcher | None:
     """The matcher over the draft's own list; None where the whole draft is built un-quantized.
 
     Source: models/deepseek_nextn.py:327-366 (<= 0.5.15.post1), models/glm4_moe.py:1489-1536 (>= 0.5.16).
     """
-    packed = load_rules("sglang")["packed_modules"]
     layer_prefix = f"model.layers.{layers.count}"
     if rules["draft_list"] == "layer61":
         mapped = [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
-        expanded = mapped + [e.removeprefix("language_model.") for e in mapped if e.startswith("language_model.")]
-        own_name = layer_prefix.replace("model.layers.61", "model.decoder")
-        if Matcher(expanded, rules, {}).ignored(own_name) is True:
-            return None
-        return Matcher(expanded, rules, packed)
+        mapped += [e.removeprefix("language_model.") for e in mapped if e.startswith("language_model.")]
+        matcher = _matcher(mapped, rules)
+        return None if matcher.entry(layer_prefix.replace("model.layers.61", "model.decoder")) else matcher
     own = [entry for entry in exclude if entry.startswith(layer_prefix + ".")]
     names = [*exclude, *(draft_name(entry, layer_prefix) for entry in own)]
     if any(".mlp.experts." in entry for entry in own):
         names.append("model.decoder.mlp.experts")
-    return Matcher(names, rules, packed)
+    return _matcher(names, rules)
 
 
 def draft_name(name: str, layer_prefix: str) -> str:
@@ -189,7 +168,9 @@ def draft_name(name: str, layer_prefix: str) -> str:
 
 
 @lru_cache
-def _shared_by_container(modules: tuple[RuntimeModule, ...]) -> dict[str, list[RuntimeModule]]:
+def _shared_by_container(layers: Layers) -> dict[str, list[RuntimeModule]]:
+    """Expert container -> the shared expert's modules of the same layer, by checkpoint name."""
+    modules = build_modules("sglang", layers)
     found: dict[str, list[RuntimeModule]] = {m.parts[0]: [] for m in modules if m.kind == "experts"}
     for module in modules:
         if module.shared:

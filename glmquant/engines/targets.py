@@ -11,9 +11,10 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from glmquant.engines.model import Engine
 from glmquant.engines.sglang import Sglang
+from glmquant.engines.single_list import Atom, Vllm
 from glmquant.errors import GlmquantError
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Sglang(),)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Sglang(), Vllm(), Atom())}
 DEFAULT_TARGETS = "sglang>=0.5.13"
 
 

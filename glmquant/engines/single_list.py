@@ -1,0 +1,68 @@
+"""Engines where target and draft read the same list under the checkpoint's own names: vLLM and ATOM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from glmquant.checkpoint.layers import Layers
+from glmquant.engines.matching import AtomMatcher, Matcher, ShardMatcher
+from glmquant.engines.model import (
+    Answers,
+    Evaluation,
+    Stored,
+    Verdict,
+    build_modules,
+    compare,
+    load_rules,
+    never_quantized,
+    rules_for,
+)
+
+
+class SingleListEngine:
+    """Shared by Vllm and Atom, which differ in how an entry matches."""
+
+    name: str
+
+    def releases(self) -> Sequence[str]:
+        return list(load_rules(self.name)["releases"])
+
+    def matcher(self, release: str, exclude: Sequence[str]) -> Matcher:
+        raise NotImplementedError
+
+    def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
+        matcher = self.matcher(release, exclude)
+        return [(m, matcher.ignored(m.prefix, m.kind == "experts")) for m in build_modules(self.name, layers)]
+
+    def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
+        texts = load_rules(self.name)["texts"]
+        answers = self.answers(release, exclude, stored.layers)
+        verdicts = [compare(module, answer, stored.kinds(module), texts) for module, answer in answers]
+        verdicts += never_quantized(self.name, stored)
+        faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
+        return Evaluation(self.name, release, faults, len(answers), False, False, tuple(flags))
+
+
+class Vllm(SingleListEngine):
+    """vLLM on ROCm; see vllm.yaml."""
+
+    name = "vllm"
+
+    def matcher(self, release: str, exclude: Sequence[str]) -> Matcher:
+        data, rules = load_rules(self.name), rules_for(self.name, release)
+        return ShardMatcher(
+            exclude,
+            data["packed_modules"],
+            fused_name=rules["fused_name"],
+            container_leaf=rules["container_leaf"],
+            conflict=data["texts"]["pair"],
+        )
+
+
+class Atom(SingleListEngine):
+    """ROCm/ATOM; see atom.yaml."""
+
+    name = "atom"
+
+    def matcher(self, release: str, exclude: Sequence[str]) -> Matcher:
+        return AtomMatcher(exclude, load_rules(self.name)["shard_to_fused"])
