@@ -11,9 +11,10 @@ from glmquant.errors import (
     OutputError,
     RecipeError,
 )
-from glmquant.exclusions import Entry, ExclusionList
+from glmquant.exclusions import ExclusionList
 from glmquant.pipeline import PlanResult, QuantizeResult, plan, quantize, resolve_exclusions, validate
 from glmquant.planner import Plan
+from glmquant.spelling import Entry
 from glmquant.validator import Finding, Report
 
 __all__ = [

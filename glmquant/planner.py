@@ -152,7 +152,7 @@ def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe
             module = modules[tensor.name]
             packed = tensor.name.endswith(".weight") and recipe.quantizes(module)
             if packed:
-                _check_quantizable(tensor)
+                _check_quantizable(tensor, architecture)
             fates.append((tensor, module, packed))
         shards.append(_lay_out(header.file, header.metadata, fates))
     plan = Plan(recipe, architecture, layers, tuple(shards))
@@ -195,8 +195,10 @@ def _lay_out(file: str, metadata: dict[str, str], fates: list[tuple[TensorInfo, 
     return ShardPlan(file, header, jobs, len(header) + position)
 
 
-def _check_quantizable(tensor: TensorInfo) -> None:
+def _check_quantizable(tensor: TensorInfo, architecture: Architecture) -> None:
     where = f"{tensor.shard}: tensor {tensor.name!r}"
+    if module_name(tensor.name) in architecture.lookups:
+        raise RecipeError(f"{where} is looked up by row, not multiplied: no engine reads it packed", "Leave it out.")
     if len(tensor.shape) != 2:
         raise CheckpointError(f"{where} has shape {list(tensor.shape)}; MXFP4 here needs a 2-D weight")
     if tensor.shape[1] % BLOCK or not tensor.numel:

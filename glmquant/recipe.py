@@ -123,6 +123,7 @@ class Architecture:
     lookups: frozenset[str]
     mtp_prefix: str
     aliases: tuple[Alias, ...]
+    covers: tuple[str, ...]
     recipes: Mapping[str, Recipe]
     default: str
     refusals: tuple[Refusal, ...]
@@ -197,11 +198,11 @@ def select_recipe(architecture: Architecture, choice: str | None) -> tuple[Archi
     Raises:
         RecipeError: unknown name or file, or the file does not follow the schema.
     """
-    path, _, name = (choice or "").partition(".yaml")
-    if choice is None or not (choice.endswith(".yaml") or name.startswith(":")):
+    found = re.fullmatch(r"(.+\.yaml)(?::(.*))?", choice or "")
+    if not found:
         return architecture, architecture.recipe(choice)
-    own = parse_recipe_file(Path(path + ".yaml"), architecture)
-    return own, own.recipe(name[1:] or None)
+    own = parse_recipe_file(Path(found[1]), architecture)
+    return own, own.recipe(found[2])
 
 
 # --- strict reading: every key is known, every value has its type, every name refers to something ---
@@ -213,7 +214,7 @@ def parse_architecture(path: Path) -> Architecture:
         path,
         data,
         "",
-        {"schema", "model_type", "about", "groups", "lookups", "mtp", "default", "recipes", "refuse"},
+        {"schema", "model_type", "about", "groups", "lookups", "mtp", "covers", "default", "recipes", "refuse"},
     )
     groups = []
     for name, spec in _map(path, data, "groups").items():
@@ -223,7 +224,7 @@ def parse_architecture(path: Path) -> Architecture:
     mtp = _map(path, data, "mtp")
     _keys(path, mtp, "mtp", {"prefix", "aliases"})
     aliases = []
-    for spec in mtp["aliases"]:
+    for spec in _items(path, mtp, "aliases"):
         _keys(path, spec, "mtp.aliases", {"engine", "modules", "to", "source"})
         aliases.append(
             Alias(
@@ -245,9 +246,10 @@ def parse_architecture(path: Path) -> Architecture:
         lookups=frozenset(_strings(path, data, "lookups")),
         mtp_prefix=_text(path, mtp, "prefix"),
         aliases=tuple(aliases),
+        covers=tuple(_strings(path, data, "covers")),
         recipes=recipes,
         default=default,
-        refusals=_refusals(path, data.get("refuse", []), names),
+        refusals=_refusals(path, data, names),
         file=path.name,
     )
 
@@ -268,7 +270,7 @@ def parse_recipe_file(path: Path, base: Architecture) -> Architecture:
         base,
         recipes=recipes,
         default=next(iter(recipes)),
-        refusals=base.refusals + _refusals(path, data.get("refuse", []), names),
+        refusals=base.refusals + _refusals(path, data, names),
         file=path.name,
     )
 
@@ -279,7 +281,7 @@ def _recipes(path: Path, data: Mapping[str, Any], groups: set[str]) -> dict[str,
         where = f"recipes.{name}"
         _keys(path, spec, where, {"about", "quantize"})
         rules = []
-        for item in spec.get("quantize") or []:
+        for item in _items(path, spec, "quantize"):
             _keys(path, item, f"{where}.quantize", {"group", "layers", "reason"})
             rule = Rule(_text(path, item, "group"), _text(path, item, "layers"), _text(path, item, "reason"))
             if rule.group not in groups:
@@ -295,11 +297,13 @@ def _recipes(path: Path, data: Mapping[str, Any], groups: set[str]) -> dict[str,
     return recipes
 
 
-def _refusals(path: Path, items: Any, groups: set[str]) -> tuple[Refusal, ...]:
+def _refusals(path: Path, data: Mapping[str, Any], groups: set[str]) -> tuple[Refusal, ...]:
     refusals = []
-    for item in items:
+    for item in _items(path, data, "refuse") if "refuse" in data else []:
         _keys(path, item, "refuse", {"when", "reason", "instead", "source"})
         when = _map(path, item, "when")
+        if not when:
+            raise RecipeError(f"{path}: refuse: when is empty")
         for key, value in when.items():
             group, _, scope = key.partition(".")
             if group not in groups or scope not in ("main", "mtp") or value not in ("mxfp4", "plain"):
@@ -375,6 +379,13 @@ def _map(path: Path, spec: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecipeError(f"{path}: {key} must be a map")
     return {str(k): v for k, v in value.items()}
+
+
+def _items(path: Path, spec: Mapping[str, Any], key: str) -> list[Any]:
+    value = spec.get(key)
+    if not isinstance(value, list):
+        raise RecipeError(f"{path}: {key} must be a list")
+    return value
 
 
 def _text(path: Path, spec: Mapping[str, Any], key: str) -> str:

@@ -15,7 +15,7 @@ from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
 from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, inspect
 from glmquant.engines.model import DISABLE_FUSION, Evaluation, ModuleVerdict, Stored, Verdict
-from glmquant.engines.targets import ENGINES, Target, span
+from glmquant.engines.targets import Target, evaluate, span
 from glmquant.errors import GlmquantError
 from glmquant.recipe import Architecture, load_architecture
 
@@ -98,7 +98,7 @@ def validate_folder(folder: str | os.PathLike[str], targets: Sequence[Target]) -
         exclude = _exclude_list(checkpoint, findings)
         if exclude is not None:
             stored = Stored.of(formats, layers)
-            evaluations = [_evaluate(target, exclude, stored) for target in targets]
+            evaluations = [evaluate(target, exclude, stored) for target in targets]
             findings += _engine_findings(evaluations, stored)
             coverage = {f"{e.engine} {e.release}": _count(e) for e in evaluations}
     findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
@@ -256,15 +256,6 @@ def _exclude_list(checkpoint: Checkpoint, findings: list[Finding]) -> list[str] 
         refuse("config-key", "quantization_config.exclude must be a list of texts")
         return None
     return exclude
-
-
-def _evaluate(target: Target, exclude: Sequence[str], stored: Stored) -> Evaluation:
-    engine = ENGINES[target.engine]
-    plain = engine.evaluate(target.release, exclude, stored)
-    if plain.loads:
-        return plain
-    flagged = engine.evaluate(target.release, exclude, stored, [DISABLE_FUSION])
-    return flagged if flagged.loads else plain
 
 
 def _engine_findings(evaluations: Sequence[Evaluation], stored: Stored) -> Iterator[Finding]:

@@ -164,7 +164,7 @@ def copy_file(source: Path, folder: Path, name: str) -> None:
     Raises:
         OutputError: the system refused.
     """
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    create_folder((folder / name).parent)
     with _replacing(folder / name) as temporary:
         shutil.copyfile(source, temporary)
 

@@ -47,7 +47,7 @@ class Sglang:
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
         rules, texts, flags = rules_for(self.name, release), load_rules(self.name)["texts"], tuple(flags)
         fused = {
-            role: self._fuses(role, rules, exclude, stored.layers) and DISABLE_FUSION not in flags
+            role: DISABLE_FUSION not in flags and self.fuses(role, release, exclude, stored.layers)
             for role in ("target", "draft")
         }
         answers = self.answers(release, exclude, stored.layers)
@@ -65,7 +65,9 @@ class Sglang:
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), fused["target"], fused["draft"], flags)
 
-    def _fuses(self, role: str, rules: Mapping[str, Any], exclude: Iterable[str], layers: Layers) -> bool:
+    def fuses(self, role: str, release: str, exclude: Iterable[str], layers: Layers) -> bool:
+        """Whether the shared expert of `target` or `draft` is fused into the container of routed experts."""
+        rules = rules_for(self.name, release)
         if role == "draft" and not (rules["draft_fuses"] and layers.mtp):
             return False
         return self._eligible(layers) and veto(exclude, rules, layers) is None
@@ -150,9 +152,11 @@ def draft_matcher(exclude: Sequence[str], rules: Mapping[str, Any], layers: Laye
     """
     layer_prefix = f"model.layers.{layers.count}"
     if rules["draft_list"] == "layer61":
-        mapped = [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
-        mapped += [e.removeprefix("language_model.") for e in mapped if e.startswith("language_model.")]
-        matcher = _matcher(mapped, rules)
+        exclude = [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
+    # apply_weight_name_mapper adds these for every draft class (quark.py, 0.5.13:101-108, 0.5.23:404-411).
+    exclude = [*exclude, *(e.removeprefix("language_model.") for e in exclude if e.startswith("language_model."))]
+    if rules["draft_list"] == "layer61":
+        matcher = _matcher(exclude, rules)
         return None if matcher.entry(layer_prefix.replace("model.layers.61", "model.decoder")) else matcher
     own = [entry for entry in exclude if entry.startswith(layer_prefix + ".")]
     names = [*exclude, *(draft_name(entry, layer_prefix) for entry in own)]

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from glmquant.engines.model import Engine
+from glmquant.engines.model import DISABLE_FUSION, Engine, Evaluation, Stored
 from glmquant.engines.sglang import Sglang
 from glmquant.engines.single_list import Atom, Vllm
 from glmquant.errors import GlmquantError
@@ -54,6 +54,16 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     if not targets:
         raise GlmquantError("no target given", f"Write e.g. {DEFAULT_TARGETS!r}.")
     return tuple(dict.fromkeys(targets))
+
+
+def evaluate(target: Target, exclude: Sequence[str], stored: Stored) -> Evaluation:
+    """A release's verdict; with the launch flag that makes it load, if it does not load without."""
+    engine = ENGINES[target.engine]
+    plain = engine.evaluate(target.release, exclude, stored)
+    if plain.loads:
+        return plain
+    flagged = engine.evaluate(target.release, exclude, stored, [DISABLE_FUSION])
+    return flagged if flagged.loads else plain
 
 
 def span(targets: Sequence[Target]) -> str:

@@ -35,7 +35,7 @@ def decode(packed: npt.NDArray[np.uint8], scale: npt.NDArray[np.uint8]) -> npt.N
         scale: uint8 [out, in / 32], E8M0 exponents.
 
     Returns:
-        float32 [out, in]; NaN where the block's scale is NaN.
+        float32 [out, in]; NaN where the block's scale is NaN, Inf where float32 is too narrow.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -46,6 +46,7 @@ def decode(packed: npt.NDArray[np.uint8], scale: npt.NDArray[np.uint8]) -> npt.N
         raise ValueError(f"packed {packed.shape} and scale {scale.shape} do not belong together")
     elements = E2M1[unpack(packed)].reshape(*scale.shape, BLOCK)
     exponent = scale.astype(np.int32) - E8M0_BIAS
-    values = np.ldexp(elements, exponent[..., None])
+    with np.errstate(over="ignore"):
+        values = np.ldexp(elements, exponent[..., None])
     values[scale == E8M0_NAN] = np.nan
     return values.reshape(packed.shape[0], packed.shape[1] * 2)

@@ -55,22 +55,28 @@ class QuarkBackend:
         os.environ.setdefault("QUARK_LOG_LEVEL", "warning")
         try:
             import torch
+
+            self._torch: Any = torch
+            self.device = self._check_device(device)  # first: importing Quark takes 15 s
             from quark import __version__
             from quark.torch import kernel
             from quark.torch.quantization.config.config import OCP_MXFP4Spec
             from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
             from quark.torch.utils.numerics import to_e8m0_uint8
             from quark.torch.utils.pack import create_pack_method
-        except (ImportError, RuntimeError) as err:
+        except ImportError as err:
             raise BackendError(f"AMD Quark cannot be imported: {err}", "pip install 'amd-quark>=0.13'") from err
+        except RuntimeError as err:
+            raise BackendError(
+                f"AMD Quark cannot be imported: {err}",
+                "Quark's own messages above say why; it compiles with $CXX (c++ by default) and Python's headers.",
+            ) from err
         self.version = str(__version__)
-        self._torch: Any = torch
         self._kernel: Any = kernel
         self._to_e8m0: Any = to_e8m0_uint8
         self._fake_quantize: Any = FakeQuantizeBase.get_fake_quantize
         self._pack: Any = create_pack_method
         self._spec: Any = OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False).to_quantization_spec()
-        self.device = self._check_device(device)
 
     def _check_device(self, device: str) -> torch.device:
         try:

@@ -57,7 +57,8 @@ class Matcher:
             config = ckpt.config(experts=256) | {"quantization_config": ckpt.quantization_config([])}
             Path(folder, "config.json").write_text(json.dumps(config))
             self.args = sglang_boot.boot(Path(folder), {})
-            self.models = {role: sglang_boot.model_config(self.args, role) for role in sglang_boot.ROLES}
+            # 0.5.13 caches one hf_config and renames its architecture for the draft: keep the roles apart
+            self.models = {r: copy.deepcopy(sglang_boot.model_config(self.args, r)) for r in sglang_boot.ROLES}
         deepseek_v2.DeepseekV2Model = _stop()
         deepseek_nextn.DeepseekModelNextN = _stop()
         try:
