@@ -12,7 +12,17 @@ from glmquant.errors import (
     RecipeError,
 )
 from glmquant.exclusions import ExclusionList
-from glmquant.pipeline import PlanResult, QuantizeResult, plan, quantize, resolve_exclusions, validate
+from glmquant.mend import Difference, Fix
+from glmquant.pipeline import (
+    PlanResult,
+    QuantizeResult,
+    diff_exclusions,
+    fix_exclusions,
+    plan,
+    quantize,
+    resolve_exclusions,
+    validate,
+)
 from glmquant.planner import Plan
 from glmquant.spelling import Entry
 from glmquant.validator import Finding, Report
@@ -20,10 +30,12 @@ from glmquant.validator import Finding, Report
 __all__ = [
     "BackendError",
     "CheckpointError",
+    "Difference",
     "Entry",
     "ExclusionError",
     "ExclusionList",
     "Finding",
+    "Fix",
     "GlmquantError",
     "OutputError",
     "Plan",
@@ -31,6 +43,8 @@ __all__ = [
     "QuantizeResult",
     "RecipeError",
     "Report",
+    "diff_exclusions",
+    "fix_exclusions",
     "plan",
     "quantize",
     "resolve_exclusions",

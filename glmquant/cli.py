@@ -16,6 +16,7 @@ from glmquant.engines.targets import DEFAULT_TARGETS, span
 from glmquant.errors import GlmquantError
 from glmquant.exclusions import ExclusionList
 from glmquant.pipeline import PlanResult
+from glmquant.spelling import FORMS
 from glmquant.validator import JSON_VERSION, SEVERITIES, Report
 
 EPILOG = """\
@@ -24,6 +25,7 @@ examples:
   glmquant plan ./GLM-5.2                              what would be written, to the byte
   glmquant quantize ./GLM-5.2 ./GLM-5.2-MXFP4          do it (AMD Quark, on the CPU)
   glmquant exclusions ./GLM-5.2 --recipe routed        the exclude list, one entry a line
+  glmquant exclusions fix ./SOME-MXFP4 --dry-run       mend the list of an existing checkpoint
   glmquant validate ./GLM-5.2-MXFP4                    prove a checkpoint of any producer
 """
 
@@ -63,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("source", metavar="SRC", help="folder of a bf16 checkpoint, or a hub-cache snapshot")
     _recipe_options(plan)
     _targets_option(plan)
+    _form_option(plan)
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     quantize = _verb(verbs, "quantize", _quantize, "write an MXFP4 checkpoint, then validate it")
@@ -70,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("output", metavar="OUT", help="a new or empty folder")
     _recipe_options(quantize)
     _targets_option(quantize)
+    _form_option(quantize)
     quantize.add_argument(
         "--device", default="cpu", help="torch device for AMD Quark: cpu, cuda, cuda:1 (default: cpu)"
     )
@@ -77,17 +81,34 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
     exclusions = _verb(
-        verbs, "exclusions", _exclusions, "print the exclude list for a source or a quantized checkpoint"
+        verbs,
+        "exclusions",
+        _exclusions,
+        "print the exclude list for a checkpoint; 'fix' mends one in place, 'diff' compares two by what they do",
     )
-    exclusions.add_argument("checkpoint", metavar="CKPT", help="bf16 source, or a quantized folder of any producer")
+    exclusions.usage = (
+        "glmquant exclusions CKPT [options]\n"
+        "       glmquant exclusions fix CKPT [--targets LIST] [--form FORM] [--dry-run]\n"
+        "       glmquant exclusions diff A B [--targets LIST] [--json]"
+    )
+    exclusions.add_argument(
+        "words",
+        nargs="+",
+        metavar="CKPT",
+        help="bf16 source, or a quantized folder of any producer; for diff also a config.json or a file with a list",
+    )
     _recipe_options(exclusions)
     _targets_option(exclusions)
+    _form_option(exclusions)
     exclusions.add_argument(
         "--format",
-        choices=("text", "json", "table"),
+        choices=("text", "json", "table", "quark-globs", "compressed-tensors"),
         default="text",
-        help="text: one entry a line; json: the list as in config.json; table: with the origin of each entry",
+        help="text: one entry a line; json: as in config.json; table: with the origin of each entry; quark-globs: the "
+        "same decision for Quark's --exclude_layers or ModelOpt; compressed-tensors: as its ignore list",
     )
+    exclusions.add_argument("--dry-run", action="store_true", help="fix: show what would change, write nothing")
+    exclusions.add_argument("--json", action="store_true", help="diff: print JSON")
 
     validate = _verb(verbs, "validate", _validate, "check a quantized checkpoint against what engines ask for")
     validate.add_argument("checkpoint", metavar="CKPT", help="quantized folder of any producer")
@@ -151,8 +172,18 @@ def _targets_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _form_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="auto",
+        help="spelling of the exclude list: literal (no regex), regex (as short as possible), or auto (default): the "
+        "main layers by name, the MTP layer as loads best",
+    )
+
+
 def _recipe_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {"recipe": args.recipe, "quantize": args.also, "keep": args.keep, "targets": args.targets}
+    return {"recipe": args.recipe, "quantize": args.also, "keep": args.keep, "targets": args.targets, "form": args.form}
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -183,7 +214,15 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 def _exclusions(args: argparse.Namespace) -> int:
-    found = pipeline.resolve_exclusions(args.checkpoint, **_recipe_arguments(args))
+    verb, *rest = args.words
+    if verb == "fix" and len(rest) == 1:
+        return _fix(args, rest[0])
+    if verb == "diff" and len(rest) == 2:
+        return _diff(args, *rest)
+    if rest:
+        print("glmquant exclusions: error: give one CKPT, or fix CKPT, or diff A B", file=sys.stderr)
+        return 2
+    found = pipeline.resolve_exclusions(verb, **_recipe_arguments(args))
     if args.format == "json":
         _print_json(found.texts)
     elif args.format == "table":
@@ -191,10 +230,41 @@ def _exclusions(args: argparse.Namespace) -> int:
         for entry in found.entries:
             print(f"{entry.text:{width}}  {entry.origin:10}  {entry.module}  {entry.source}".rstrip())
     else:
-        print("\n".join(found.texts))
+        texts = {"quark-globs": found.globs, "compressed-tensors": found.ignore}.get(args.format, lambda: found.texts)
+        print("\n".join(texts()))
+    _print_notes(found)
+    return 0
+
+
+def _fix(args: argparse.Namespace, folder: str) -> int:
+    done = pipeline.fix_exclusions(folder, targets=args.targets, form=args.form, dry_run=args.dry_run)
+    for sign, entries in (("-", done.removed), ("+", done.added)):
+        for entry in entries:
+            print(f"{sign} {entry}")
+    if done.backup:
+        print(f"{folder}/config.json mended; the old one is {done.backup.name}", file=sys.stderr)
+    elif tuple(done.exclusions.texts) == done.before:
+        print("nothing to do: the list is already the one that loads", file=sys.stderr)
+    else:
+        print("dry run: nothing was written", file=sys.stderr)
+    _print_notes(done.exclusions)
+    return 0
+
+
+def _diff(args: argparse.Namespace, a: str, b: str) -> int:
+    rows = pipeline.diff_exclusions(a, b, targets=args.targets)
+    if args.json:
+        _print_json([dataclasses.asdict(row) for row in rows])
+    else:
+        for row in rows:
+            print(f"{row.targets}: {row.role} {row.prefix}: {row.a} -> {row.b}")
+        print(f"{len(rows)} differences" if rows else "no difference on any target", file=sys.stderr)
+    return int(bool(rows))
+
+
+def _print_notes(found: ExclusionList) -> None:
     for need in found.needs:
         print(f"note: {need}", file=sys.stderr)
-    return 0
 
 
 def _validate(args: argparse.Namespace) -> int:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from glmquant.card import make_card
-from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.header import TensorInfo
 from glmquant.checkpoint.layers import read_layers
-from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, ShardReader, inspect, open_source
+from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, ShardReader, open_source, read_json
 from glmquant.checkpoint.writer import ShardWriter, check_output, copy_file, create_folder, write_file
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
+from glmquant.errors import CheckpointError
 from glmquant.exclusions import ExclusionList, resolve
+from glmquant.mend import Difference, Fix, diff, fix, on_disk
 from glmquant.mxfp4.config import quantization_config
 from glmquant.planner import Plan, ShardPlan, TensorJob, make_plan
 from glmquant.recipe import load_architecture, select_recipe
@@ -88,6 +89,7 @@ def plan(
     quantize: Sequence[str] = (),
     keep: Sequence[str] = (),
     targets: str = DEFAULT_TARGETS,
+    form: str = "auto",
 ) -> PlanResult:
     """Plan a quantization from headers alone: no weight is read, nothing is written.
 
@@ -95,7 +97,8 @@ def plan(
         source: folder of a bf16 checkpoint, or a hub-cache snapshot.
         recipe: a name from exclusions/<model_type>.yaml, or a file of your own (`my.yaml`, `my.yaml:name`).
         quantize, keep: overrides, globs (or `re:` regexes) over module names; keep wins.
-        targets: engine releases that must load the result, e.g. `sglang>=0.5.13`.
+        targets: engine releases that must load the result, e.g. `sglang>=0.5.13,vllm`.
+        form: spelling of the exclude list: `auto`, `literal` (no regex) or `regex` (as short as possible).
 
     Raises:
         CheckpointError: the source is damaged, incomplete or already quantized.
@@ -107,7 +110,7 @@ def plan(
     architecture, chosen = select_recipe(architecture, recipe)
     layers = read_layers(checkpoint.config)
     planned = make_plan(checkpoint, architecture, chosen.with_overrides(quantize, keep), layers)
-    exclusions = resolve(planned.formats, layers, architecture, parse_targets(targets))
+    exclusions = resolve(planned.formats, layers, architecture, parse_targets(targets), form)
     return PlanResult(checkpoint, planned, exclusions)
 
 
@@ -118,17 +121,31 @@ def resolve_exclusions(
     quantize: Sequence[str] = (),
     keep: Sequence[str] = (),
     targets: str = DEFAULT_TARGETS,
+    form: str = "auto",
 ) -> ExclusionList:
-    """The exclude list for a bf16 source and a recipe, or for an already quantized folder as it is on disk.
+    """The exclude list for a bf16 source and a recipe, or for a quantized folder of any producer as it is on disk.
 
-    Raises: as `plan`.
+    Raises: as `plan`; CheckpointError if a quantized folder is given together with a recipe or overrides.
     """
-    found, _ = inspect(checkpoint)
-    if not found.config.get("quantization_config"):
-        return plan(checkpoint, recipe=recipe, quantize=quantize, keep=keep, targets=targets).exclusions
-    architecture = load_architecture(found.model_type)
-    formats = stored_formats(found.tensors, architecture.lookups)
-    return resolve(formats, read_layers(found.config), architecture, parse_targets(targets))
+    if not read_json(Path(checkpoint) / CONFIG).get("quantization_config"):
+        return plan(checkpoint, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form).exclusions
+    if recipe or quantize or keep:
+        raise CheckpointError(
+            f"{checkpoint} is already quantized: its list follows from what is stored", "Leave the recipe out."
+        )
+    return on_disk(Path(checkpoint), parse_targets(targets), form)
+
+
+def fix_exclusions(
+    checkpoint: Folder, *, targets: str = DEFAULT_TARGETS, form: str = "auto", dry_run: bool = False
+) -> Fix:
+    """Mend quantization_config.exclude of an existing checkpoint in place, with a backup; see mend.fix."""
+    return fix(Path(checkpoint), parse_targets(targets), form, dry_run)
+
+
+def diff_exclusions(a: Folder, b: Folder, *, targets: str = DEFAULT_TARGETS) -> list[Difference]:
+    """What two exclude lists answer differently, per engine and module; see mend.diff."""
+    return diff(Path(a), Path(b), parse_targets(targets))
 
 
 def validate(checkpoint: Folder, *, targets: str = DEFAULT_TARGETS) -> Report:
@@ -148,6 +165,7 @@ def quantize(
     quantize: Sequence[str] = (),
     keep: Sequence[str] = (),
     targets: str = DEFAULT_TARGETS,
+    form: str = "auto",
     device: str = "cpu",
     base_model: str | None = None,
     progress: bool = False,
@@ -165,7 +183,7 @@ def quantize(
         takes it for finished.
     """
     begun = time.monotonic()
-    result = plan(source, recipe=recipe, quantize=quantize, keep=keep, targets=targets)
+    result = plan(source, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form)
     out = Path(output)
     check_output(out, result.checkpoint.folder, result.disk_needed)
     backend = _make_backend(device)

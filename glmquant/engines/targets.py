@@ -15,7 +15,7 @@ from glmquant.engines.single_list import Atom, Vllm
 from glmquant.errors import GlmquantError
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Sglang(), Vllm(), Atom())}
-DEFAULT_TARGETS = "sglang>=0.5.13"
+DEFAULT_TARGETS = "sglang>=0.5.13,vllm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,171 @@
+"""Mending and comparing the exclude lists of checkpoints that already exist, whoever made them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from glmquant.checkpoint.formats import stored_formats
+from glmquant.checkpoint.layers import Layers, read_layers
+from glmquant.checkpoint.source import CONFIG, inspect, read_json
+from glmquant.checkpoint.writer import copy_file, write_file
+from glmquant.engines.sglang import Sglang
+from glmquant.engines.targets import ENGINES, Target, span
+from glmquant.errors import CheckpointError, GlmquantError
+from glmquant.exclusions import ExclusionList, resolve
+from glmquant.recipe import load_architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A checkpoint's list before and after; `backup` is where the old config.json went, None if nothing was written."""
+
+    folder: Path
+    before: tuple[str, ...]
+    exclusions: ExclusionList
+    backup: Path | None
+
+    @property
+    def removed(self) -> list[str]:
+        """Entries of the old list that the new one does not have."""
+        after = set(self.exclusions.texts)
+        return [entry for entry in self.before if entry not in after]
+
+    @property
+    def added(self) -> list[str]:
+        """Entries of the new list that the old one did not have."""
+        before = set(self.before)
+        return [entry for entry in self.exclusions.texts if entry not in before]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two lists differ in what they do: `a` and `b` are `un-quantized`, `mxfp4`, `fused`, ... or an error."""
+
+    targets: str
+    role: str
+    prefix: str
+    a: str
+    b: str
+
+
+def on_disk(folder: Path, targets: Sequence[Target], form: str) -> ExclusionList:
+    """The list for a folder as it is stored: the truth is in the shards, not in its config.
+
+    Raises:
+        CheckpointError: the headers cannot be trusted, or a weight is neither MXFP4 nor bf16/f16/f32.
+        ExclusionError: no list serves all targets.
+    """
+    checkpoint, problems = inspect(folder)
+    for problem in problems:
+        if problem.code in ("bad-header", "duplicate-tensor", "missing-shard", "bad-index", "index-path"):
+            raise problem.error()
+    config = checkpoint.config.get("quantization_config")
+    if isinstance(config, dict) and config.get("layer_quant_config"):
+        raise CheckpointError(
+            f"{CONFIG}: quantization_config.layer_quant_config is not empty",
+            "Lists are resolved for checkpoints with one quantized format only.",
+        )
+    architecture = load_architecture(checkpoint.model_type)
+    formats = stored_formats(checkpoint.tensors, architecture.lookups)
+    for module, kind in formats.items():
+        if kind not in ("mxfp4", "plain"):
+            tensor = checkpoint.tensors[f"{module}.weight"]
+            raise CheckpointError(
+                f"{tensor.shard}: tensor {tensor.name!r} is {tensor.dtype}: neither MXFP4 nor bf16, f16, f32"
+            )
+    return resolve(formats, read_layers(checkpoint.config), architecture, targets, form)
+
+
+def fix(folder: Path, targets: Sequence[Target], form: str = "auto", dry_run: bool = False) -> Fix:
+    """Rewrite only quantization_config.exclude in a checkpoint's config.json; no other file is touched.
+
+    The old file is kept beside it as config.json.bak (.bak.1, ...); the new one replaces it atomically. A symlink
+    into a hub cache is replaced by a file, the cache's blob stays as it is.
+
+    Raises: as `on_disk`; OutputError if the folder cannot be written.
+    """
+    found = on_disk(folder, targets, form)
+    config = read_json(folder / CONFIG)
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{CONFIG}: no quantization_config: nothing to mend", "Is this a quantized checkpoint?")
+    before = quantization.get("exclude") or []
+    if dry_run or before == found.texts:
+        return Fix(folder, tuple(before), found, None)
+    quantization["exclude"] = found.texts
+    names = (f"{CONFIG}.bak" + (f".{n}" if n else "") for n in count())
+    backup = next(folder / name for name in names if not (folder / name).exists())
+    copy_file(folder / CONFIG, folder, backup.name)
+    write_file(folder, CONFIG, _like(folder / CONFIG, config))
+    return Fix(folder, tuple(before), found, backup)
+
+
+def _like(original: Path, config: dict[str, Any]) -> bytes:
+    """JSON with the original's indentation and end of file, so that a textual diff shows the list only."""
+    text = original.read_text(encoding="utf-8")
+    indent = re.match(r"\{\n( +|\t+)\"", text)
+    body = json.dumps(config, indent=indent[1] if indent else 2, ensure_ascii=False)
+    return (body + ("\n" if text.endswith("\n") else "")).encode()
+
+
+def diff(a: Path, b: Path, targets: Sequence[Target]) -> list[Difference]:
+    """What two lists answer differently, per engine and module.
+
+    Args:
+        a, b: checkpoint folders, config.json files, or files that hold a list (JSON, or one entry a line). The layer
+            numbers come from the first of them that has a config.
+
+    Raises:
+        GlmquantError: a file cannot be read as any of these, or none of the two has a config.
+    """
+    (list_a, layers_a), (list_b, layers_b) = _read_list(a), _read_list(b)
+    layers = layers_a or layers_b
+    if layers is None:
+        raise GlmquantError("neither list comes with a config.json, so the layers are unknown", "Give a folder.")
+    rows: dict[tuple[str, str, str, str], list[Target]] = defaultdict(list)
+    for target in targets:
+        engine = ENGINES[target.engine]
+        answers = [engine.answers(target.release, exclude, layers) for exclude in (list_a, list_b)]
+        for (module, one), (_, two) in zip(*answers, strict=True):
+            if one != two:
+                rows[module.role, module.prefix, _word(one), _word(two)].append(target)
+        if isinstance(engine, Sglang):
+            for role in ("target", "draft"):
+                fused = [engine.fuses(role, target.release, exclude, layers) for exclude in (list_a, list_b)]
+                if fused[0] != fused[1]:
+                    words = ["fused" if f else "not fused" for f in fused]
+                    rows[role, "shared experts", words[0], words[1]].append(target)
+    return [Difference(span(found), *key) for key, found in rows.items()]
+
+
+def _word(answer: bool | str) -> str:
+    return answer if isinstance(answer, str) else "un-quantized" if answer else "mxfp4"
+
+
+def _read_list(path: Path) -> tuple[list[str], Layers | None]:
+    if path.is_dir():
+        path = path / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as err:
+        raise GlmquantError(f"{path}: cannot be read: {err}") from err
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return [line.strip() for line in text.splitlines() if line.strip()], None
+    if isinstance(data, dict):
+        config = data.get("quantization_config", data)
+        entries = config.get("exclude") if isinstance(config, dict) else None
+        layers = read_layers(data) if "num_hidden_layers" in data else None
+    else:
+        entries, layers = data, None
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise GlmquantError(f"{path}: holds no exclude list", "Give a folder, a config.json, or a list of texts.")
+    return entries, layers
