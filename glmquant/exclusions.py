@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from glmquant.checkpoint.layers import Layers
-from glmquant.engines.model import Evaluation, Stored, Verdict
+from glmquant.engines.model import DISABLE_FUSION, Evaluation, Stored, Verdict
 from glmquant.engines.targets import ENGINES, Target, evaluate, span
 from glmquant.errors import ExclusionError
 from glmquant.recipe import Architecture
@@ -106,20 +106,33 @@ def resolve(
     if form not in FORMS:
         raise ExclusionError(f"unknown form {form!r}", f"Known: {', '.join(FORMS)}.")
     stored = Stored.of(formats, layers)
-    tried: list[tuple[int, int, int, int, ExclusionList]] = []
+    tried: list[tuple[tuple[int, ...], ExclusionList]] = []
     for name, entries in forms(stored, architecture, form):
         texts = [entry.text for entry in entries]
         evaluations = tuple(evaluate(target, texts, stored) for target in targets)
         found = ExclusionList(
             tuple(entries), name, tuple(targets), tuple(_needs(evaluations)), evaluations, stored, architecture
         )
-        broken = sum(not e.loads for e in evaluations)
-        cost = sum(bool(e.flags) for e in evaluations), sum(e.verdict is Verdict.SLOW for e in evaluations)
-        tried.append((broken, *cost, len(tried), found))
-    best = min(tried, key=lambda row: row[:4])
-    if best[0]:
-        raise _conflict(best[4], [row[4] for row in tried])
-    return best[4]
+        cost = (
+            sum(not e.loads for e in evaluations),
+            sum(bool(e.flags) for e in evaluations),
+            sum(_fragile(e, texts, stored) for e in evaluations),
+            sum(e.verdict is Verdict.SLOW for e in evaluations),
+            len(tried),
+        )
+        tried.append((cost, found))
+    lowest, best = min(tried, key=lambda row: row[0])
+    if lowest[0]:
+        raise _conflict(best, [found for _, found in tried])
+    return best
+
+
+def _fragile(evaluation: Evaluation, texts: Sequence[str], stored: Stored) -> bool:
+    """Whether a list that loads with shared experts fused would not load when the user switches fusion off."""
+    if not (evaluation.fused_target or evaluation.fused_draft):
+        return False
+    engine = ENGINES[evaluation.engine]
+    return not engine.evaluate(evaluation.release, texts, stored, [DISABLE_FUSION]).loads
 
 
 def _needs(evaluations: Sequence[Evaluation]) -> Iterator[Need]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from glmquant.engines.model import Stored
 from glmquant.recipe import Alias, Architecture
@@ -63,7 +62,7 @@ def forms(stored: Stored, architecture: Architecture, form: str) -> Iterator[tup
         form: `literal` writes no regex; `regex` writes as few entries as possible; `auto` names the main layers'
             modules one by one, as Quark and transformers read them, and is free in the MTP layer.
     """
-    modules = natural_order(stored.formats)
+    modules = natural_order(stored.units)
     main = [m for m in modules if not _is_mtp(m, stored, architecture)]
     mtp = [m for m in modules if _is_mtp(m, stored, architecture)]
     head = _covered(main, modules, stored, architecture) if form == "regex" else _literals(main, stored)
@@ -74,7 +73,7 @@ def forms(stored: Stored, architecture: Architecture, form: str) -> Iterator[tup
 def _mtp_forms(
     modules: list[str], everywhere: list[str], stored: Stored, architecture: Architecture, form: str
 ) -> Iterator[tuple[str, list[Entry]]]:
-    plain = [m for m in modules if stored.formats[m] == "plain"]
+    plain = [m for m in modules if stored.units[m] == "plain"]
     if not plain:
         yield "no un-quantized module", []
         return
@@ -97,17 +96,11 @@ def _literals(modules: Iterable[str], stored: Stored) -> list[Entry]:
 
     Engines ask for the container: sglang < 0.5.21 knows no expert by name, so leaves alone would not match.
     """
-    entries: dict[str, Entry] = {}
-    for module in modules:
-        if stored.formats[module] != "plain":
-            continue
-        head, marker, _ = module.partition(".mlp.experts.")
-        container = head + ".mlp.experts"
-        if marker and stored.containers[container] == {"plain"}:
-            entries[container] = Entry(container, "container", container)
-        else:
-            entries[module] = Entry(module, "checkpoint", module)
-    return list(entries.values())
+    return [
+        Entry(module, "container" if module in stored.containers else "checkpoint", module)
+        for module in modules
+        if stored.units[module] == "plain"
+    ]
 
 
 def _covered(
@@ -125,7 +118,7 @@ def find_covers(
 
     A cover speaks of any layer only if that is true of `everywhere`, so it cannot reach a packed module.
     """
-    rest = [m for m in modules if stored.formats[m] == "plain"]
+    rest = [m for m in modules if stored.units[m] == "plain"]
     covers = []
     for template in architecture.covers:
         pattern = re.compile(
@@ -134,7 +127,7 @@ def find_covers(
         packed: set[int] = set()
         layers_of_rest: dict[int, list[str]] = {}
         for module in everywhere:
-            if stored.formats[module] != "plain" and (hit := pattern.match(module)):
+            if stored.units[module] != "plain" and (hit := pattern.match(module)):
                 packed.add(int(hit[1]))
         for module in rest:
             if (hit := pattern.match(module)) and int(hit[1]) not in packed:
@@ -169,7 +162,7 @@ def _regex_aliases(template: str, stored: Stored, architecture: Architecture) ->
             yield Entry(Cover(alias.to.format(rest=rest), None).regex(), "alias", template, alias.source)
             continue
         for layer in stored.layers.mtp:
-            for module, kind in stored.formats.items():
+            for module, kind in stored.units.items():
                 prefix = architecture.mtp_prefix.format(layer=layer)
                 tail = module.removeprefix(prefix)
                 if kind == "plain" and tail != module and tail in alias.modules and tail.startswith(rest):
@@ -193,18 +186,19 @@ def natural_order(modules: Iterable[str]) -> list[str]:
 
 def as_globs(stored: Stored, architecture: Architecture) -> list[str]:
     """The same decision as globs over checkpoint names: Quark's --exclude_layers, ModelOpt's ignore."""
-    modules = natural_order(stored.formats)
-    covers, rest = find_covers(modules, modules, stored, architecture)
+    covers, rest = _by_checkpoint_name(stored, architecture)
     return [glob for cover in covers for glob in cover.globs()] + rest
 
 
 def as_regexes(stored: Stored, architecture: Architecture) -> list[str]:
     """The same decision as compressed-tensors writes `ignore`: names, and `re:` patterns for re.match."""
-    modules = natural_order(stored.formats)
-    covers, rest = find_covers(modules, modules, stored, architecture)
+    covers, rest = _by_checkpoint_name(stored, architecture)
     return [cover.regex() for cover in covers] + rest
 
 
-def matches_globs(module: str, globs: Iterable[str]) -> bool:
-    """Quark's and ModelOpt's reading of a list: fnmatch over the module's checkpoint name."""
-    return any(fnmatchcase(module, glob) for glob in globs)
+def _by_checkpoint_name(stored: Stored, architecture: Architecture) -> tuple[list[Cover], list[str]]:
+    modules = natural_order(stored.units)
+    covers, rest = find_covers(modules, modules, stored, architecture)
+    # These tools know no container, only the experts in it.
+    covers += [Cover(module + ".", None) for module in rest if module in stored.containers]
+    return covers, [module for module in rest if module not in stored.containers]

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from glmquant.checkpoint.layers import Layers
 
+_EXPERTS = ".mlp.experts."
 DISABLE_FUSION = "--disable-shared-experts-fusion"
 
 
@@ -51,26 +52,28 @@ class Stored:
     """What a checkpoint holds: Linear module -> `mxfp4`, `plain` or another word for anything else.
 
     Routed experts are summed up per container: `containers` maps `...mlp.experts` to the set of formats in it;
-    `packed_singles` are the MXFP4 modules outside containers.
+    `units` is `formats` with each container that is all of one format as one item.
     """
 
     formats: Mapping[str, str]
     containers: Mapping[str, frozenset[str]]
-    packed_singles: tuple[str, ...]
+    units: Mapping[str, str]
     layers: Layers
 
     @staticmethod
     def of(formats: Mapping[str, str], layers: Layers) -> Stored:
         containers: dict[str, set[str]] = {}
-        singles = []
         for module, kind in formats.items():
-            head, marker, _ = module.partition(".mlp.experts.")
+            head, marker, _ = module.partition(_EXPERTS)
             if marker:
-                containers.setdefault(head + ".mlp.experts", set()).add(kind)
-            elif kind == "mxfp4":
-                singles.append(module)
+                containers.setdefault(head + _EXPERTS[:-1], set()).add(kind)
+        units = {name: next(iter(kinds)) for name, kinds in containers.items() if len(kinds) == 1}
+        for module, kind in formats.items():
+            head, marker, _ = module.partition(_EXPERTS)
+            if not marker or head + _EXPERTS[:-1] not in units:
+                units[module] = kind
         frozen = {name: frozenset(kinds) for name, kinds in containers.items()}
-        return Stored(formats, frozen, tuple(singles), layers)
+        return Stored(formats, frozen, units, layers)
 
     def kinds(self, module: RuntimeModule) -> frozenset[str]:
         """Formats found for a runtime module; empty when the checkpoint has nothing for it."""
@@ -218,6 +221,6 @@ def never_quantized(name: str, stored: Stored) -> list[ModuleVerdict]:
     mtp = tuple(f"model.layers.{layer}." for layer in stored.layers.mtp)
     return [
         ModuleVerdict("draft" if m.startswith(mtp) else "target", m, Verdict.CRASH, data["texts"]["never"], (m,))
-        for m in stored.packed_singles
-        if f".{m}".endswith(tails)
+        for m, kind in stored.units.items()
+        if kind == "mxfp4" and f".{m}".endswith(tails)
     ]
