@@ -12,12 +12,14 @@ ensure_venv() { # ensure_venv EXTRA, e.g. "" or "[test]"
     "$python" -m venv .venv ||
       die "'$python -m venv' failed; on Debian, Ubuntu: apt-get install python3-venv"
   fi
-  # One stamp per extra; a changed requirement changes the stamp.
-  stamp=.venv/.installed-$(cat pyproject.toml constraints.txt <(echo "$PWD$1") | cksum | tr -d ' ')
+  # One stamp per extra; a changed requirement or kernel changes the stamp.
+  stamp=.venv/.installed-$(cat pyproject.toml constraints.txt glmquant/mxfp4/_kernel.c <(echo "$PWD$1") | cksum | tr -d ' ')
   if [ ! -e "$stamp" ]; then
     echo "installing glmquant$1 into .venv (about 2 GB, a minute or two) ..."
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$1" ||
       die "pip could not install the packages of pyproject.toml (see above)"
+    # Left empty when an install by the former build backend is replaced; it would hide the package.
+    rmdir .venv/lib/python*/site-packages/glmquant 2>/dev/null || true
     touch "$stamp"
   fi
 }
