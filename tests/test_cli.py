@@ -15,6 +15,7 @@ import pytest
 from checkpoints import edit_json
 
 import glmquant
+from glmquant.checkpoint.writer import write_file
 from glmquant.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -179,6 +180,39 @@ def test_validate_prints_findings_for_people(tiny: Path, capsys: Capture) -> Non
     code, out, _ = run(capsys, "validate", tiny)
     assert code == 1 and out.startswith(f"{tiny}: 229 tensors, 4,010,144 bytes, 0 modules in MXFP4\n")
     assert "\nerror: config-not-quantized" in out
+
+
+# quantize
+
+
+@pytest.mark.usefixtures("no_quark")
+def test_quantize_says_what_was_written_and_that_it_loads(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    out_folder = tmp_path / "out"
+    code, out, _ = run(capsys, "quantize", tiny, out_folder)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].startswith(f"wrote {out_folder} in ")
+    assert "total           337  4,010,144  2,710,688" in lines
+    assert f"{out_folder}: 337 tensors, 2,710,688 bytes, 108 modules in MXFP4" in lines
+
+
+@pytest.mark.usefixtures("no_quark")
+def test_quantize_is_silent_when_told_so(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert run(capsys, "quantize", tiny, tmp_path / "out", "--quiet", "--recipe", "moe-mtp") == (0, "", "")
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.usefixtures("no_quark")
+def test_quantize_exits_with_1_and_speaks_when_its_output_has_findings(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def write_less(folder: Path, name: str, content: bytes) -> None:
+        if name != "model.safetensors.index.json":
+            write_file(folder, name, content)
+
+    monkeypatch.setattr("glmquant.pipeline.write_file", write_less)
+    code, out, _ = run(capsys, "quantize", tiny, tmp_path / "out", "--quiet")
+    assert code == 1 and "\nerror: no-index" in out
 
 
 # errors

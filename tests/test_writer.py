@@ -16,7 +16,6 @@ import pytest
 from checkpoints import contents
 
 import glmquant
-from glmquant import pipeline
 from glmquant.checkpoint.writer import ShardWriter, check_output, copy_file, create_folder, write_file
 from glmquant.errors import OutputError
 
@@ -242,23 +241,6 @@ def test_every_file_has_the_mode_that_the_umask_says(tmp_path: Path, mask: int) 
 
 
 # a whole run
-
-
-class Nothing:
-    """Stands in for AMD Quark, which takes long to import: packs everything to zero."""
-
-    name, version = "nothing", "0"
-
-    def quantize(self, raw: memoryview, dtype: str, shape: tuple[int, int], name: str) -> Iterator[tuple]:
-        import numpy as np
-
-        rows, columns = shape
-        yield np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)
-
-
-@pytest.fixture
-def no_quark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_make_backend", lambda device: Nothing())
 
 
 def test_too_little_disk_is_found_before_the_output_folder_is_made(
