@@ -32,7 +32,7 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
         str(record["command"]),
         "```",
         "",
-        f"Made with {versions}.",
+        f"Made with {versions}" + (", the fused kernel giving Quark's bits." if record["backend"] == "fused" else "."),
         "",
         "| group | tensors | bytes in | bytes out | dtype |",
         "|---|--:|--:|--:|---|",

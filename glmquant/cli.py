@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from glmquant import pipeline
-from glmquant.engines.targets import DEFAULT_TARGETS, span
+from glmquant.engines.targets import DEFAULT_TARGETS, Target, span
 from glmquant.errors import GlmquantError
 from glmquant.exclusions import ExclusionList
 from glmquant.pipeline import PlanResult
@@ -75,7 +75,22 @@ def _parser() -> argparse.ArgumentParser:
     _targets_option(quantize)
     _form_option(quantize)
     quantize.add_argument(
-        "--device", default="cpu", help="torch device for AMD Quark: cpu, cuda, cuda:1 (default: cpu)"
+        "--backend",
+        choices=pipeline.BACKENDS,
+        default="auto",
+        help="quark: AMD Quark's own code; fused: this project's kernel, the same bits without torch; "
+        "auto (default): fused on the CPU, Quark on a GPU",
+    )
+    quantize.add_argument(
+        "--device", default="cpu", help="cpu (default), or a torch device for Quark: cuda, cuda:1, cuda:0,1"
+    )
+    quantize.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
+    quantize.add_argument(
+        "--check-backend",
+        type=float,
+        default=0.0,
+        metavar="RATE",
+        help="quantize this share (0 to 1) of the chunks with AMD Quark too, and fail on a differing bit",
     )
     quantize.add_argument("--base-model", metavar="ORG/NAME", help="the source's name on the Hub, for the model card")
     quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
@@ -200,7 +215,10 @@ def _quantize(args: argparse.Namespace) -> int:
         args.source,
         args.output,
         **_recipe_arguments(args),
+        backend=args.backend,
         device=args.device,
+        workers=args.workers,
+        check_backend=args.check_backend,
         base_model=args.base_model,
         progress=not args.quiet,
     )
@@ -279,7 +297,10 @@ def _validate(args: argparse.Namespace) -> int:
                 "tensors": report.tensors,
                 "bytes": report.nbytes,
                 "quantized_modules": report.quantized_modules,
+                "verdicts": report.verdicts,
+                "flags": report.flags,
                 "coverage": report.coverage,
+                "tensor_parallel": report.tensor_parallel,
                 "findings": [dataclasses.asdict(finding) for finding in report.findings],
             }
         )
@@ -358,15 +379,14 @@ def _report_lines(report: Report) -> list[str]:
         f"{report.folder}: {report.tensors:,} tensors, {report.nbytes:,} bytes, "
         f"{report.quantized_modules:,} modules in MXFP4"
     ]
-    for target, counts in report.coverage.items():
-        bad = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n and verdict != "ok")
-        lines.append(f"  {target:22} {counts['ok']:5} modules ok" + (f", {bad}" if bad else ""))
+    lines += _coverage_lines(report)
     for finding in report.findings:
         where = f" [{finding.targets}]" if finding.targets else ""
         lines.append(f"{finding.severity}: {finding.code}{where}: {finding.message}")
         if finding.names:
             more = finding.count - len(finding.names)
             lines.append(f"    {', '.join(finding.names)}" + (f" and {more} more" if more > 0 else ""))
+        lines += [f"    {effect.targets}: {effect.verdict}: {effect.message}" for effect in finding.effects]
         if finding.fix:
             lines.append(f"    fix: {finding.fix}")
     errors = sum(finding.severity == "error" for finding in report.findings)
@@ -374,3 +394,20 @@ def _report_lines(report: Report) -> list[str]:
         f"{errors} errors, {len(report.findings) - errors} other findings" if report.findings else "no findings"
     )
     return lines
+
+
+def _coverage_lines(report: Report) -> list[str]:
+    """What becomes of the modules that ask, a line for all releases of an engine where it is the same."""
+    groups: dict[tuple[str, str], list[Target]] = {}
+    for target in report.targets:
+        rows = report.coverage.get(str(target), {})
+        counts = [(n, verdict, group) for group, row in rows.items() for verdict, n in row.items() if n]
+        text = f"{sum(n for n, verdict, _ in counts if verdict == 'ok'):5} modules ok"
+        text += "".join(f", {n} {verdict} ({group})" for n, verdict, group in counts if verdict != "ok")
+        legal = report.tensor_parallel.get(str(target))
+        text += f"; --tp {' '.join(map(str, legal))}" if legal else ""
+        if rows:
+            groups.setdefault((target.engine, text), []).append(target)
+    names = {key: span(targets) for key, targets in groups.items()}
+    width = max(map(len, names.values()), default=0)
+    return [f"  {names[engine, text]:{width}} {text}" for engine, text in groups]

@@ -123,7 +123,7 @@ def resolve(
         tried.append((cost, found))
     lowest, best = min(tried, key=lambda row: row[0])
     if lowest[0]:
-        raise _conflict(best, [found for _, found in tried])
+        raise _conflict(best, [found for _, found in tried], form)
     return best
 
 
@@ -152,7 +152,7 @@ def _span(evaluations: Iterable[Evaluation]) -> str:
     return span([Target(e.engine, e.release) for e in evaluations])
 
 
-def _conflict(best: ExclusionList, tried: Sequence[ExclusionList]) -> ExclusionError:
+def _conflict(best: ExclusionList, tried: Sequence[ExclusionList], form: str) -> ExclusionError:
     """Either some releases load with no list (the formats are wrong), or no one list serves all of them."""
     broken = [e for e in best.evaluations if not e.loads]
     loadable = {(e.engine, e.release) for found in tried for e in found.evaluations if e.loads}
@@ -168,8 +168,9 @@ def _conflict(best: ExclusionList, tried: Sequence[ExclusionList]) -> ExclusionE
     if hopeless:
         return ExclusionError(
             f"no exclude list loads on {_span(hopeless)}: {worst}",
-            "Store each fused module and each layer's experts in one format (change the recipe, --quantize or --keep), "
-            "or drop these releases from --targets.",
+            ("Try --form auto. " if form != "auto" else "")
+            + "Store each fused module and each layer's experts in one format (change the recipe, --quantize or "
+            "--keep), or drop these releases from --targets.",
         )
     served = [e for e in best.evaluations if e.loads]
     return ExclusionError(

@@ -7,50 +7,34 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from glmquant.card import make_card
-from glmquant.checkpoint.header import TensorInfo
 from glmquant.checkpoint.layers import read_layers
-from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, ShardReader, open_source, read_json
-from glmquant.checkpoint.writer import ShardWriter, check_output, copy_file, create_folder, write_file
+from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, open_source, read_json
+from glmquant.checkpoint.writer import check_output, copy_file, create_folder, write_file
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
-from glmquant.errors import CheckpointError
+from glmquant.errors import BackendError, CheckpointError
 from glmquant.exclusions import ExclusionList, resolve
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
+from glmquant.mxfp4.backend import Backend, CheckedBackend
 from glmquant.mxfp4.config import quantization_config
-from glmquant.planner import Plan, ShardPlan, TensorJob, make_plan
+from glmquant.planner import Plan, make_plan
 from glmquant.recipe import load_architecture, select_recipe
+from glmquant.streaming import Advance, Streamer, available_memory, default_workers
 from glmquant.validator import Report, validate_folder
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 RECORD = "glmquant.json"
-COPY_CHUNK = 8 * 1024 * 1024
+BACKENDS = ("auto", "fused", "quark")
 
 Folder = str | os.PathLike[str]
-Advance = Callable[[int], object]
-
-
-class Backend(Protocol):
-    """What turns a weight into MXFP4."""
-
-    name: str
-    version: str
-
-    def quantize(
-        self, raw: memoryview, dtype: str, shape: tuple[int, int], name: str
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]: ...
 
 
 @dataclass(frozen=True)
@@ -166,7 +150,10 @@ def quantize(
     keep: Sequence[str] = (),
     targets: str = DEFAULT_TARGETS,
     form: str = "auto",
+    backend: str = "auto",
     device: str = "cpu",
+    workers: int | None = None,
+    check_backend: float = 0.0,
     base_model: str | None = None,
     progress: bool = False,
 ) -> QuantizeResult:
@@ -174,7 +161,11 @@ def quantize(
 
     Args:
         output: a folder that does not exist or is empty.
-        device: torch device for AMD Quark: `cpu`, `cuda`, `cuda:1`.
+        backend: `quark` is AMD Quark's own code, `fused` this project's kernel with the same bits and no torch; `auto`
+            is the kernel on the CPU and Quark on a GPU.
+        device: torch device, or several for Quark: `cpu`, `cuda`, `cuda:0,1`.
+        workers: threads; by default as many as CPUs may be used.
+        check_backend: share of the chunks (0 to 1) that are quantized by Quark as well; a differing bit is an error.
         base_model: the source's name on the Hub, for the model card; guessed from a hub-cache path.
         progress: show a progress bar on stderr.
 
@@ -186,61 +177,54 @@ def quantize(
     result = plan(source, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form)
     out = Path(output)
     check_output(out, result.checkpoint.folder, result.disk_needed)
-    backend = _make_backend(device)
+    backends = _make_backends(backend, device, check_backend)
     create_folder(out)
     headers = {header.file: header for header in result.checkpoint.shards}
+    memory = available_memory()
     with _progress(result.plan.bytes_in, progress) as advance:
-        for shard in result.plan.shards:
-            logger.info("writing %s", shard.file)
-            with (
-                ShardReader(result.checkpoint.folder, headers[shard.file]) as reader,
-                ShardWriter(out, shard.file, shard.header, shard.file_size) as writer,
-            ):
-                _write_shard(shard, reader, writer, backend, advance)
-    _finish(result, out, backend, base_model or _guess_base_model(result.checkpoint.folder))
+        streamer = Streamer(
+            backends,
+            _threads(backends, workers),
+            advance,
+            drop_behind=memory is not None and result.plan.bytes_in > memory // 2,
+        )
+        streamer.run(result.plan.shards, headers, result.checkpoint.folder, out)
+    _finish(result, out, backends[0], base_model or _guess_base_model(result.checkpoint.folder))
     report = validate_folder(out, parse_targets(targets))
     return QuantizeResult(out, result.plan, result.exclusions, report, time.monotonic() - begun)
 
 
-def _make_backend(device: str) -> Backend:
+def _make_backends(name: str, device: str, check: float) -> list[Backend]:
+    """One backend per device; `auto` is the fused kernel on the CPU and Quark on anything else."""
+    devices = _devices(device)
+    on_cpu = all(found.startswith("cpu") for found in devices)
+    if name not in BACKENDS:
+        raise BackendError(f"unknown backend {name!r}", f"Known: {', '.join(BACKENDS)}.")
+    if name == "fused" and not on_cpu:
+        raise BackendError(f"the fused kernel runs on the CPU, not on {device!r}", "Leave --backend or --device out.")
+    if name == "quark" or not on_cpu:
+        from glmquant.mxfp4.quark import QuarkBackend
+
+        return [QuarkBackend(found) for found in devices]
+    from glmquant.mxfp4.kernel import FusedBackend
+
+    if not check:
+        return [FusedBackend()]
     from glmquant.mxfp4.quark import QuarkBackend
 
-    return QuarkBackend(device)
+    return [CheckedBackend(FusedBackend(), QuarkBackend("cpu"), check)]
 
 
-def _write_shard(
-    shard: ShardPlan, reader: ShardReader, writer: ShardWriter, backend: Backend, advance: Advance
-) -> None:
-    for job in shard.jobs:
-        if job.quantized:
-            _quantize_tensor(job, reader, writer, backend, advance)
-        else:
-            _copy_tensor(job.source, job.outputs[0].start, reader, writer, advance)
+def _devices(device: str) -> list[str]:
+    """`cuda:0,1` names two devices, like `cuda:0,cuda:1`."""
+    kind = device.partition(":")[0]
+    return [f"{kind}:{part}" if part.isdigit() else part for part in device.split(",")]
 
 
-def _copy_tensor(tensor: TensorInfo, to: int, reader: ShardReader, writer: ShardWriter, advance: Advance) -> None:
-    buffer = memoryview(bytearray(min(COPY_CHUNK, tensor.nbytes)))
-    for start in range(0, tensor.nbytes, COPY_CHUNK):
-        part = buffer[: min(COPY_CHUNK, tensor.nbytes - start)]
-        reader.read_into(part, tensor.start + start)
-        writer.write(part, to + start)
-        advance(len(part))
-
-
-def _quantize_tensor(
-    job: TensorJob, reader: ShardReader, writer: ShardWriter, backend: Backend, advance: Advance
-) -> None:
-    tensor = job.source
-    raw = memoryview(bytearray(tensor.nbytes))
-    reader.read_into(raw, tensor.start)
-    packed_at, scale_at = (out.start for out in job.outputs)
-    rows, columns = tensor.shape
-    for packed, scale in backend.quantize(raw, tensor.dtype, (rows, columns), tensor.name):
-        writer.write(packed.data, packed_at)
-        writer.write(scale.data, scale_at)
-        packed_at += packed.nbytes
-        scale_at += scale.nbytes
-        advance(tensor.nbytes * len(packed) // rows)
+def _threads(backends: Sequence[Backend], workers: int | None) -> int:
+    wanted = workers or default_workers()
+    limit = backends[0].threads * len(backends)
+    return min(wanted, limit) if limit else wanted
 
 
 def _finish(result: PlanResult, out: Path, backend: Backend, base_model: str) -> None:
@@ -275,11 +259,7 @@ def _record(result: PlanResult, backend: Backend, base_model: str) -> dict[str, 
         "overrides": [str(override) for override in recipe.overrides],
         "command": shlex.join(command),
         "backend": backend.name,
-        "versions": {
-            "glmquant": installed_version("glmquant"),
-            "amd-quark": backend.version,
-            "torch": installed_version("torch"),
-        },
+        "versions": {"glmquant": installed_version("glmquant"), "amd-quark": backend.version},
         "targets": [str(target) for target in result.exclusions.targets],
         "needs": [str(need) for need in result.exclusions.needs],
         "exclude": [

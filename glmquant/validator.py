@@ -1,27 +1,52 @@
 """Proves a checkpoint from disk: what is stored, what the list says, and what each target engine makes of both.
 
 Reads headers only and shares no code with the writer, the planner or the kernels: it does not trust the maker.
+checks.py finds what is wrong with the files; here the engines are asked what they do about it, and about the list.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from glmquant import checks
 from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
-from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, inspect
-from glmquant.engines.model import DISABLE_FUSION, Evaluation, ModuleVerdict, Stored, Verdict
+from glmquant.checkpoint.layout import Shape, expected_tensors
+from glmquant.checkpoint.source import CONFIG, Checkpoint, inspect
+from glmquant.checks import Mistake
+from glmquant.engines.model import (
+    DISABLE_FUSION,
+    Evaluation,
+    ModuleVerdict,
+    RuntimeModule,
+    Stored,
+    Verdict,
+    build_modules,
+    consequence,
+    rules_for,
+)
 from glmquant.engines.targets import Target, evaluate, span
 from glmquant.errors import GlmquantError
 from glmquant.recipe import Architecture, load_architecture
 
-BLOCK = 32
 SEVERITIES = ("info", "warning", "error")
 JSON_VERSION = 1
+_ORDER = list(Verdict)
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What some targets do about a finding: their verdict, and their own message."""
+
+    targets: str
+    verdict: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +56,11 @@ class Finding:
     Attributes:
         code: stable, for scripts.
         severity: `error` (does not load, or loads wrong), `warning` (slow, or needs a launch flag) or `info`.
-        message: what is wrong and what the engine does.
-        names: the first few tensors, modules or files concerned; `count` is how many there are.
+        message: what is wrong.
+        names: the first few tensors, modules, entries or files concerned; `count` is how many there are.
         targets: the engine releases concerned, '' where it is wrong for any.
         fix: what to do.
+        effects: what each target does about it.
     """
 
     code: str
@@ -44,6 +70,10 @@ class Finding:
     count: int = 0
     targets: str = ""
     fix: str = ""
+    effects: tuple[Effect, ...] = ()
+
+
+Coverage = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +81,11 @@ class Report:
     """What `validate` found.
 
     Attributes:
-        coverage: target -> verdict -> number of modules (`ok`, `slow`, `silent misload`, `crash`).
+        coverage: target -> `target <group>` or `draft <group>` -> verdict (`ok`, `slow`, `silent misload`, `crash`)
+            -> number of modules; empty if the exclude list cannot be read.
+        tensor_parallel: target -> sizes at which no MXFP4 block is cut apart, of 1 to 16.
+        verdicts: target -> the worst that happens to any module, with the launch flags in `flags`.
+        flags: target -> launch flags without which it does not load; only targets that need one.
     """
 
     folder: Path
@@ -60,7 +94,10 @@ class Report:
     tensors: int
     nbytes: int
     quantized_modules: int
-    coverage: dict[str, dict[str, int]] = field(default_factory=dict)
+    coverage: Coverage = field(default_factory=dict)
+    tensor_parallel: dict[str, list[int]] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
     def failed(self, fail_on: str = "error") -> bool:
         """Whether there is a finding at or above a severity."""
@@ -82,25 +119,32 @@ def validate_folder(folder: str | os.PathLike[str], targets: Sequence[Target]) -
     findings = [
         Finding(p.code, "error", p.message, tuple(filter(None, (p.tensor or p.file,))), 1, fix=p.hint) for p in problems
     ]
-    findings += _sizes(checkpoint)
-    coverage: dict[str, dict[str, int]] = {}
+    judge = _Judge(targets)
+    mistakes = [*checks.total_size(checkpoint), *checks.side_files(checkpoint)]
     formats: dict[str, str] = {}
+    parallel: dict[str, list[int]] = {}
     try:
         architecture = load_architecture(checkpoint.model_type)
         layers = read_layers(checkpoint.config)
     except GlmquantError as err:
         findings.append(Finding("config", "error", err.message, (CONFIG,), 1, fix=err.hint))
     else:
-        formats = stored_formats(checkpoint.tensors, architecture.lookups)
-        findings += _mtp(checkpoint, architecture, layers)
-        findings += _correction_bias(checkpoint)
-        findings += _packed_tensors(checkpoint, formats)
-        exclude = _exclude_list(checkpoint, findings)
+        found = stored_formats(checkpoint.tensors, architecture.lookups)
+        formats = {module: "mxfp4" if kind == "i8" else kind for module, kind in found.items()}
+        expected = expected_tensors(checkpoint.model_type, checkpoint.config, layers)
+        wrong_config = list(checks.quantization(checkpoint.config))
+        exclude, bad_entries = _exclude_list(checkpoint.config)
+        if bad_entries:
+            wrong_config.append(bad_entries)
+        mistakes += [*wrong_config, *checks.schedule(checkpoint.config, layers)]
+        mistakes += checks.tensors(checkpoint, formats, expected, layers)
         if exclude is not None:
-            stored = Stored.of(formats, layers)
-            evaluations = [evaluate(target, exclude, stored) for target in targets]
-            findings += _engine_findings(evaluations, stored)
-            coverage = {f"{e.engine} {e.release}": _count(e) for e in evaluations}
+            judge.ask(exclude, Stored.of(formats, layers), architecture)
+            findings += judge.list_findings()
+            findings += _useless_entries(exclude, checkpoint, architecture, layers, targets)
+        parallel = _tensor_parallel(checkpoint, formats, expected, targets)
+        findings += _parallel_findings(parallel, targets)
+    findings += [judge.finding(mistake) for mistake in mistakes]
     findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     return Report(
         checkpoint.folder,
@@ -109,176 +153,216 @@ def validate_folder(folder: str | os.PathLike[str], targets: Sequence[Target]) -
         len(checkpoint.tensors),
         checkpoint.nbytes,
         sum(kind == "mxfp4" for kind in formats.values()),
-        coverage,
+        judge.coverage(),
+        parallel,
+        dict(judge.verdicts),
+        judge.flags(),
     )
 
 
-def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
-    if checkpoint.weight_map is None:
-        return
-    total, actual = checkpoint.total_size, checkpoint.nbytes
-    if total != actual:
-        yield Finding(
-            "total-size",
-            "warning",
-            f"{INDEX}: total_size is {total}, the tensors have {actual} bytes",
-            (INDEX,),
-            1,
-            fix="Write the sum of the tensors' bytes.",
-        )
+def _exclude_list(config: Mapping[str, object]) -> tuple[list[str] | None, Mistake | None]:
+    """The entries that the engine models can be asked about, and those that no engine can read."""
+    block = config.get("quantization_config")
+    if not isinstance(block, dict) or block.get("quant_method") != "quark":
+        return None, None
+    entries = block.get("exclude", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        return None, None
+    bad = {entry: reason for entry in entries if (reason := _regex_error(entry))}
+    if not bad:
+        return entries, None
+    return [entry for entry in entries if entry not in bad], Mistake(
+        "entry-invalid-regex",
+        f"entries that are no valid regular expression ({next(iter(bad.values()))})",
+        dict.fromkeys(bad, "entry-invalid-regex"),
+        "Correct or remove them; the rest of the list was checked without them.",
+    )
 
 
-def _mtp(checkpoint: Checkpoint, architecture: Architecture, layers: Layers) -> Iterator[Finding]:
-    modules = (architecture.module(name.rpartition(".")[0], layers) for name in checkpoint.tensors)
-    present = {module.layer for module in modules if module.is_mtp}
-    for layer in layers.mtp:
-        if layer not in present:
-            yield Finding(
-                "mtp-absent",
-                "error",
-                f"config.json declares an MTP layer, but no tensor of layer {layer} is stored: sglang drafts with "
-                "random weights and says nothing",
-                (architecture.mtp_prefix.format(layer=layer),),
-                1,
-                fix="Add the MTP tensors, or set num_nextn_predict_layers to 0.",
+def _regex_error(entry: str) -> str:
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as err:
+        return str(err) or type(err).__name__
+    return ""
+
+
+class _Judge:
+    """Asks every target about the list and about each mistake, and keeps count of what becomes of each module."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = targets
+        self.verdicts: dict[str, Verdict] = {str(target): Verdict.OK for target in targets}
+        self._evaluations: dict[Target, Evaluation] = {}
+        self._modules: dict[Target, dict[str, RuntimeModule]] = {}
+        self._worst: dict[Target, dict[tuple[str, str], Verdict]] = {target: {} for target in targets}
+        self._owner: dict[str, dict[str, str]] = {}
+        self._stored: Stored | None = None
+        self._architecture: Architecture | None = None
+
+    def ask(self, exclude: Sequence[str], stored: Stored, architecture: Architecture) -> None:
+        self._stored, self._architecture = stored, architecture
+        for target in self.targets:
+            self._evaluations[target] = evaluate(target, exclude, stored)
+            modules = build_modules(target.engine, stored.layers)
+            self._modules[target] = {module.prefix: module for module in modules}
+            if target.engine not in self._owner:
+                self._owner[target.engine] = {part: module.prefix for module in modules for part in module.parts}
+
+    # What the list does
+
+    def list_findings(self) -> Iterator[Finding]:
+        """One finding per kind of fault, with all its modules, and one effect per message of an engine."""
+        assert self._stored
+        groups: dict[tuple[str, str, str], dict[tuple[Verdict, str], dict[str, list[Target]]]] = {}
+        for target, evaluation in self._evaluations.items():
+            for fault in evaluation.faults:
+                code, fix = _classify(fault, self._stored)
+                self._mark(target, fault.role, fault.prefix, fault.verdict)
+                effects = groups.setdefault((code, fault.role, fix), {})
+                found = effects.setdefault((fault.verdict, _general(fault)), defaultdict(list))
+                found[fault.prefix].append(target)
+        for (code, role, fix), effects in groups.items():
+            names = dict.fromkeys(prefix for found in effects.values() for prefix in found)
+            yield self._finding(
+                code,
+                f"{role}: {LIST_CODES[code]}",
+                list(names),
+                {effect: [t for found in by_name.values() for t in found] for effect, by_name in effects.items()},
+                fix,
+                "warning" if code == "fusion-lost" else "error",
             )
-    for layer in sorted(found for found in present if found is not None and found not in layers.mtp):
-        yield Finding(
-            "mtp-undeclared",
-            "error",
-            f"layer {layer} is stored, but config.json declares {layers.count} layers and "
-            f"num_nextn_predict_layers {len(layers.mtp)}",
-            (architecture.mtp_prefix.format(layer=layer),),
-            1,
-            fix="Set num_nextn_predict_layers to the number of MTP layers.",
-        )
-
-
-def _correction_bias(checkpoint: Checkpoint) -> Iterator[Finding]:
-    names = [
-        name
-        for name, tensor in checkpoint.tensors.items()
-        if name.endswith(".e_score_correction_bias") and tensor.dtype != "F32"
-    ]
-    if names:
-        yield _finding(
-            "correction-bias-dtype",
-            "error",
-            "the router's e_score_correction_bias is not F32: rounding it picks other experts (sglang PR #37133)",
-            names,
-            fix="Copy it as F32 from the source.",
-        )
-
-
-def _packed_tensors(checkpoint: Checkpoint, formats: dict[str, str]) -> Iterator[Finding]:
-    """Every packed weight has its scale, in the one shape and dtype that engines read right."""
-    tensors = checkpoint.tensors
-    missing, dtype, shape, odd = [], [], [], []
-    for module, kind in formats.items():
-        if kind == "plain":
-            continue
-        if kind != "mxfp4":
-            odd.append(f"{module}.weight")
-            continue
-        weight, scale = tensors[f"{module}.weight"], tensors.get(f"{module}.weight_scale")
-        if scale is None:
-            missing.append(f"{module}.weight_scale")
-        elif scale.dtype != "U8":
-            dtype.append(f"{module}.weight_scale")
-        elif scale.shape != (weight.shape[0], weight.shape[1] * 2 // BLOCK) or weight.shape[1] * 2 % BLOCK:
-            shape.append(f"{module}.weight_scale")
-    orphans = [
-        name
-        for name in tensors
-        if name.endswith(("_scale", "_scale_inv")) and formats.get(name.rpartition(".")[0]) != "mxfp4"
-    ]
-    silent = "engines report nothing and the weight is wrong"
-    if missing:
-        yield _finding("scale-missing", "error", f"packed weights without a scale: {silent}", missing)
-    if dtype:
-        yield _finding(
-            "scale-dtype",
-            "error",
-            f"scales that are not uint8 are cast by value, bytes up to 126 become 0: {silent}",
-            dtype,
-            fix="Store the same bytes as uint8.",
-        )
-    if shape:
-        yield _finding(
-            "scale-shape",
-            "error",
-            f"scales are not [out, in / 32] of their weight: broadcast or cut, {silent}",
-            shape,
-        )
-    if orphans:
-        yield _finding("scale-orphan", "error", "scales that belong to no packed weight of their name", orphans)
-    if odd:
-        yield _finding("weight-dtype", "error", "Linear weights that are neither packed (uint8) nor bf16/f16/f32", odd)
-
-
-def _exclude_list(checkpoint: Checkpoint, findings: list[Finding]) -> list[str] | None:
-    """The exclude list, if quantization_config is one that the engine models can be asked about."""
-
-    def refuse(code: str, message: str) -> None:
-        findings.append(Finding(code, "error", message, (CONFIG,), 1))
-
-    config = checkpoint.config.get("quantization_config")
-    if not isinstance(config, dict):
-        refuse(
-            "config-not-quantized",
-            "config.json has no quantization_config: engines load the packed weights as bf16",
-        )
-        return None
-    if config.get("quant_method") != "quark":
-        refuse(
-            "config-method",
-            f"quantization_config.quant_method is {config.get('quant_method')!r}, not 'quark'",
-        )
-        return None
-    for key, kind in (
-        ("global_quant_config", dict),
-        ("layer_quant_config", dict),
-        ("layer_type_quant_config", dict),
-    ):
-        if not isinstance(config.get(key), kind):
-            refuse(
-                "config-key",
-                f"quantization_config.{key} must be a map; sglang and vLLM raise while reading it",
+        flagged = [target for target, evaluation in self._evaluations.items() if evaluation.flags]
+        if flagged:
+            text = (
+                f"loads with {DISABLE_FUSION} only; without, the shared expert is fused into experts of another format"
             )
-    export = config.get("export")
-    if not isinstance(export, dict) or not isinstance(export.get("kv_cache_group"), list):
-        refuse(
-            "config-key",
-            "quantization_config.export.kv_cache_group must be a list; sglang and vLLM raise without it",
+            yield self._finding(
+                "needs-flag",
+                "target: the shared expert and the routed experts are stored in different formats",
+                ["model.layers.*.mlp.shared_experts"],
+                {(Verdict.SLOW, text): flagged},
+                f"Launch with {DISABLE_FUSION}, or quantize both.",
+                "warning",
+            )
+
+    def flags(self) -> dict[str, list[str]]:
+        return {str(target): list(e.flags) for target, e in self._evaluations.items() if e.flags}
+
+    # What a mistake does
+
+    def finding(self, mistake: Mistake) -> Finding:
+        """The mistake, with what each target does about it; experts are looked at as containers."""
+        spots = dict.fromkeys(self._spot(name, key) for name, key in mistake.names.items() if key)
+        effects: dict[tuple[Verdict, str], list[Target]] = {}
+        for target in self.targets:
+            evaluation, owner = self._evaluations.get(target), self._owner.get(target.engine, {})
+            fused = {"target": bool(evaluation and evaluation.fused_target)}
+            fused["draft"] = bool(evaluation and evaluation.fused_draft)
+            for key, apart, together, role, part in spots:
+                place = together if fused[role] else apart
+                try:
+                    effect = consequence(target.engine, target.release, f"{key}.{place}" if place else key)
+                except KeyError:
+                    continue
+                effects.setdefault(effect, []).append(target)
+                self._mark(target, role, owner.get(part, part), effect[0])
+        # where no engine's file knows the mistake, it counts
+        unknown = spots and not effects and mistake.code not in _OFTEN_HARMLESS
+        severity = "error" if unknown else mistake.severity
+        return self._finding(mistake.code, mistake.message, list(mistake.names), effects, mistake.fix, severity)
+
+    def _spot(self, name: str, key: str) -> tuple[str, str, str, str, str]:
+        """Key, place with the shared expert apart and fused, role, and module (or container) of a tensor."""
+        module = name.rpartition(".")[0]
+        apart = together = ""
+        if key.startswith(_BY_PLACE):
+            apart, together = checks.place(module, False), checks.place(module, True)
+        layers = self._stored.layers if self._stored else None
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        role = "draft" if layers and found and int(found[1]) >= layers.count else "target"
+        head, marker, _ = name.partition(".mlp.experts.")
+        return key, apart, together, role, head + ".mlp.experts" if marker else module
+
+    # Both
+
+    def _mark(self, target: Target, role: str, prefix: str, verdict: Verdict) -> None:
+        marks = self._worst[target]
+        marks[role, prefix] = max(marks.get((role, prefix), Verdict.OK), verdict, key=_ORDER.index)
+        self.verdicts[str(target)] = max(self.verdicts[str(target)], verdict, key=_ORDER.index)
+
+    def _finding(
+        self,
+        code: str,
+        message: str,
+        names: Sequence[str],
+        effects: Mapping[tuple[Verdict, str], Iterable[Target]],
+        fix: str,
+        severity: str,
+    ) -> Finding:
+        bad = {verdict for verdict, _ in effects} & {Verdict.CRASH, Verdict.SILENT}
+        shown = tuple(
+            Effect(span(list(found)), verdict.value, text)
+            for (verdict, text), found in sorted(effects.items(), key=lambda item: -_ORDER.index(item[0][0]))
         )
-    exclude = config.get("exclude", [])
-    if not isinstance(exclude, list) or not all(isinstance(entry, str) for entry in exclude):
-        refuse("config-key", "quantization_config.exclude must be a list of texts")
-        return None
-    return exclude
-
-
-def _engine_findings(evaluations: Sequence[Evaluation], stored: Stored) -> Iterator[Finding]:
-    """One finding per kind of fault, with all its modules and releases."""
-    groups: dict[tuple[str, str, str, str], dict[str, list[Evaluation]]] = defaultdict(lambda: defaultdict(list))
-    for evaluation in evaluations:
-        for fault in evaluation.faults:
-            code, fix = _classify(fault, stored)
-            groups[code, fault.role, fault.message, fix][fault.prefix].append(evaluation)
-        if evaluation.flags:
-            flag = evaluation.flags[0]
-            text = f"loads only with {flag}: the bf16 shared expert would be fused into the MXFP4 experts"
-            groups["needs-flag", "target", text, f"Launch with {flag}."]["model.layers.*.mlp"].append(evaluation)
-    for (code, role, message, fix), by_prefix in groups.items():
-        releases = {(e.engine, e.release) for found in by_prefix.values() for e in found}
-        yield _finding(
+        concerned = [t for (verdict, _), found in effects.items() if verdict is not Verdict.OK for t in found]
+        return Finding(
             code,
-            "warning" if code in ("fusion-lost", "needs-flag") else "error",
-            f"{role}: {message}",
-            list(by_prefix),
-            span([Target(*release) for release in releases]),
+            "error" if bad else severity,
+            message,
+            tuple(names[:_SHOWN]),
+            len(names),
+            span(concerned) if concerned else "",
             fix,
+            shown,
         )
+
+    def coverage(self) -> Coverage:
+        """Every module that asks, by role and group, and what becomes of it."""
+        return {str(target): self._coverage(target) for target in self._evaluations}
+
+    def _coverage(self, target: Target) -> dict[str, dict[str, int]]:
+        assert self._stored and self._architecture
+        rows: dict[str, dict[str, int]] = {}
+        marks = dict(self._worst[target])
+        for prefix, module in self._modules[target].items():
+            verdict = marks.pop((module.role, prefix), Verdict.OK)
+            if module.group == "routed":  # lost fusion is said of all containers at once
+                verdict = max(
+                    verdict, marks.get((module.role, _ALL_EXPERTS[module.role]), Verdict.OK), key=_ORDER.index
+                )
+            rows.setdefault(f"{module.role} {module.group}", _zeros())[verdict.value] += 1
+        for (role, prefix), verdict in marks.items():
+            if prefix not in _ALL_EXPERTS.values() and verdict is not Verdict.OK:
+                group = self._architecture.module(prefix, self._stored.layers).group
+                rows.setdefault(f"{role} {group}", _zeros())[verdict.value] += 1
+        return rows
+
+
+_ALL_EXPERTS = {"target": "model.layers.*.mlp.experts", "draft": "model.decoder.mlp.experts"}
+# Mistakes whose consequence depends on where in the model the tensor goes.
+_BY_PLACE = ("tensor-", "scale-", "shape.", "weight-dtype")
+_OFTEN_HARMLESS = ("tensor-unexpected", "scale-orphan", "indexer-schedule")
+
+LIST_CODES = {
+    "fusion-lost": "shared-expert fusion is switched off",
+    "half-a-fused-pair": "only some modules of a fused one are in the list",
+    "fusion-mismatch": "the shared expert is fused with experts of another format",
+    "not-covered": "un-quantized modules that the list does not cover under the name the engine asks",
+    "container-not-covered": "un-quantized experts whose container the list does not name as the engine asks",
+    "excluded-but-packed": "packed modules that the list excludes",
+    "mixed-formats": "one module of the engine, stored in different formats",
+    "never-quantized": "packed modules that the engine always builds un-quantized",
+}
+
+
+def _zeros() -> dict[str, int]:
+    return {verdict.value: 0 for verdict in Verdict}
+
+
+def _general(fault: ModuleVerdict) -> str:
+    """The message without the module's own name, so that modules of one kind make one effect."""
+    return fault.message.replace(f" in {fault.prefix}", "").replace(f" of {fault.prefix}", "")
 
 
 def _classify(fault: ModuleVerdict, stored: Stored) -> tuple[str, str]:
@@ -288,26 +372,107 @@ def _classify(fault: ModuleVerdict, stored: Stored) -> tuple[str, str]:
     kinds.discard(None)
     if fault.verdict is Verdict.SLOW:
         return "fusion-lost", "Spell this entry so that it does not contain the text shared_expert."
-    if fault.verdict is Verdict.SILENT:
-        return "silent-misload", f"Add {fault.prefix!r} to the exclude list."
     if "different quantization schemes" in fault.message:
-        return "half-a-fused-pair", f"Exclude all of {', '.join(fault.parts)}, or none."
+        return "half-a-fused-pair", "Put all modules of the pair in the list, or none."
     if "fused into" in fault.message:
         return "fusion-mismatch", f"Store both in one format, or launch with {DISABLE_FUSION}."
+    if "always built" in fault.message:
+        return "never-quantized", "Store these modules in bf16."
+    if len(kinds) > 1:
+        return "mixed-formats", "Store the whole module in one format."
     if kinds == {"plain"}:
-        return "not-covered", "Add these modules to the exclude list, under these names."
-    if kinds == {"mxfp4"}:
-        return "excluded-but-packed", "Remove the entries that match these modules from the exclude list."
-    return "mixed-formats", "Store the whole module in one format."
+        if fault.prefix.endswith(".mlp.experts"):
+            return "container-not-covered", "Add the container's own name to the list; glmquant exclusions fix does."
+        return "not-covered", "Add these names to the list; glmquant exclusions fix does."
+    return "excluded-but-packed", "Remove the entries that match these modules from the list."
 
 
-def _count(evaluation: Evaluation) -> dict[str, int]:
-    counts = {verdict.value: 0 for verdict in Verdict}
-    for fault in evaluation.faults:
-        counts[fault.verdict.value] += 1
-    counts["ok"] = evaluation.asked - sum(counts.values())
-    return counts
+def _useless_entries(
+    exclude: Sequence[str],
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    layers: Layers,
+    targets: Sequence[Target],
+) -> Iterator[Finding]:
+    """Entries that match nothing on any target, and name no module of the checkpoint either.
+
+    Entries for modules that never ask (router, norms, lm_head) match nothing too, but are true.
+    """
+    known = {name.rpartition(".")[0] for name in checkpoint.tensors}
+    known |= {f"model.layers.{layer}" for layer in layers.mtp}
+    known |= {alias for name in known for alias, _ in architecture.mtp_aliases(name, layers)}
+    for engine in dict.fromkeys(target.engine for target in targets):
+        for module in build_modules(engine, layers):
+            known |= {module.prefix, *module.parts}
+            if module.kind == "fused":
+                parent = module.prefix.rpartition(".")[0]
+                known |= {f"{parent}.{part.rpartition('.')[2]}" for part in module.parts}
+    aliased = {name.replace("model.layers.61.", "model.decoder.") for name in known}
+    globs, phantoms = [], []
+    reads_globs = any(target.engine in ("atom", "quark") for target in targets)
+    for entry in dict.fromkeys(exclude):
+        if entry.startswith("re:"):
+            pattern = re.compile(entry[3:])
+            hit = any(pattern.match(name) for name in known)
+            if not hit:
+                phantoms.append(entry)
+        elif entry in known or entry in aliased or entry.partition(".experts.")[0] + ".experts" in known:
+            continue
+        elif "*" in entry or "?" in entry:
+            if not reads_globs:
+                globs.append(entry)
+        elif f"{entry}.weight" not in checkpoint.tensors and entry not in checkpoint.tensors:
+            phantoms.append(entry)
+    if globs:
+        yield Finding(
+            "entry-glob",
+            "warning",
+            "entries with wildcards: none of the targets reads globs",
+            tuple(globs[:_SHOWN]),
+            len(globs),
+            span(list(targets)),
+            "Write names, or re: and a regular expression; glmquant exclusions fix does.",
+        )
+    if phantoms:
+        yield Finding(
+            "entry-unmatched",
+            "warning",
+            "entries that match no module of any target and name none of the checkpoint",
+            tuple(phantoms[:_SHOWN]),
+            len(phantoms),
+            "",
+            "Remove them, or correct the names.",
+        )
 
 
-def _finding(code: str, severity: str, message: str, names: Sequence[str], targets: str = "", fix: str = "") -> Finding:
-    return Finding(code, severity, message, tuple(names[:5]), len(names), targets, fix)
+def _tensor_parallel(
+    checkpoint: Checkpoint, formats: Mapping[str, str], expected: Mapping[str, Shape], targets: Sequence[Target]
+) -> dict[str, list[int]]:
+    legal = checks.tensor_parallel(checkpoint.config, formats, expected)
+    width = checkpoint.config.get("moe_intermediate_size")
+    packed = any(kind == "mxfp4" and ".mlp.experts." in module for module, kind in formats.items())
+    found = {}
+    for target in targets if expected else ():
+        aligned = rules_for(target.engine, target.release).get("moe_rank_multiple", 1)
+        found[str(target)] = [
+            size for size in legal if not packed or type(width) is not int or width // size % aligned == 0
+        ]
+    return found
+
+
+def _parallel_findings(parallel: Mapping[str, list[int]], targets: Sequence[Target]) -> Iterator[Finding]:
+    groups: dict[tuple[int, ...], list[Target]] = {}
+    for target in targets:
+        if str(target) in parallel:
+            groups.setdefault(tuple(parallel[str(target)]), []).append(target)
+    for legal, found in groups.items():
+        if missing := [size for size in (1, 2, 4, 8) if size not in legal]:
+            yield Finding(
+                "tensor-parallel",
+                "warning",
+                f"tensor-parallel sizes {', '.join(map(str, missing))} would cut MXFP4 blocks or attention heads "
+                f"apart; legal are {', '.join(map(str, legal)) or 'none'}",
+                tuple(f"--tp {size}" for size in missing),
+                len(missing),
+                span(found),
+            )

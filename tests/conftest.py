@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,21 +37,3 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
         return Path(shutil.copytree(folder, tmp_path / f"copy-of-{folder.name}", symlinks=True))
 
     return copy
-
-
-class Nothing:
-    """A backend in place of AMD Quark, which takes 15 s to import: packs everything to zero."""
-
-    name, version = "nothing", "0"
-
-    def quantize(self, raw: memoryview, dtype: str, shape: tuple[int, int], name: str) -> Iterator[tuple[Any, Any]]:
-        import numpy as np
-
-        rows, columns = shape
-        yield np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)
-
-
-@pytest.fixture
-def no_quark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of a whole run that do not look at the numbers."""
-    monkeypatch.setattr("glmquant.pipeline._make_backend", lambda device: Nothing())

@@ -16,7 +16,7 @@ from glmquant import pipeline
 
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_make_backend", lambda device: FakeBackend())
+    monkeypatch.setattr(pipeline, "_make_backends", lambda *_: [FakeBackend()])
 
 
 def load(folder: Path) -> ModelCard:
@@ -99,7 +99,7 @@ def test_list_tools_and_launch_command_are_said(tiny: Path, recipe: str) -> None
     text = load(result.output).text
     assert f"`quantization_config.exclude` ({len(result.exclusions.entries)} entries)" in text
     assert "--speculative-algorithm EAGLE" in text
-    assert re.search(r"Made with glmquant \S+, amd-quark 0\.13, torch \S+\.\n", text)
+    assert re.search(r"Made with glmquant \S+, amd-quark 0\.13, the fused kernel giving Quark's bits\.\n", text)
 
 
 @pytest.mark.usefixtures("fake_backend")

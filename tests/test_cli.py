@@ -185,7 +185,6 @@ def test_validate_prints_findings_for_people(tiny: Path, capsys: Capture) -> Non
 # quantize
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_quantize_says_what_was_written_and_that_it_loads(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     out_folder = tmp_path / "out"
     code, out, _ = run(capsys, "quantize", tiny, out_folder)
@@ -196,13 +195,11 @@ def test_quantize_says_what_was_written_and_that_it_loads(tiny: Path, tmp_path: 
     assert f"{out_folder}: 337 tensors, 2,710,688 bytes, 108 modules in MXFP4" in lines
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_quantize_is_silent_when_told_so(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     assert run(capsys, "quantize", tiny, tmp_path / "out", "--quiet", "--recipe", "moe-mtp") == (0, "", "")
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_quantize_exits_with_1_and_speaks_when_its_output_has_findings(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -63,8 +63,11 @@ def quark() -> QuarkBackend:
 
 
 def run_quark(bits: Bits, dtype: str) -> Result:
-    parts = list(quark().quantize(memoryview(bytearray(bits.tobytes())), dtype, bits.shape, "w"))
-    return np.concatenate([packed for packed, _ in parts]), np.concatenate([scale for _, scale in parts])
+    rows, columns = bits.shape
+    packed, scale = np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)
+    raw = memoryview(bytearray(bits.tobytes()))
+    assert quark().quantize_into(raw, dtype, columns, packed.reshape(-1).data, scale.reshape(-1).data) == -1
+    return packed, scale
 
 
 def same(ours: Result, theirs: Result) -> bool:
@@ -286,33 +289,12 @@ def test_the_first_nan_or_inf_is_found(dtype: str, chosen: str) -> None:
 # the backend
 
 
-@pytest.mark.parametrize("elements", [1, 96 * 7 + 5, kernel.CHUNK_ELEMENTS])
 @each_dtype
-def test_the_backend_gives_the_chunks_of_quarks_rows(
-    dtype: str, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backend_gives_quarks_rows(dtype: str) -> None:
     bits = random_bits(dtype)[:201].reshape(67, 96)
-    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", elements)
-    parts = list(FusedBackend().quantize(memoryview(bits.tobytes()), dtype, (67, 96), "w"))
-    assert [len(packed) for packed, _ in parts[:-1]] == [max(1, elements // 96)] * (len(parts) - 1)
-    ours = np.concatenate([packed for packed, _ in parts]), np.concatenate([scale for _, scale in parts])
-    assert same(ours, run_quark(bits, dtype))
-
-
-@each_dtype
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_the_backend_refuses_nan_and_inf_in_quarks_words(
-    dtype: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", 64)
-    bits = np.zeros((5, 64), STORAGE[dtype])
-    bits[3, 41] = bits[4, 2] = {"nan": INF[dtype] + 1, "inf": INF[dtype], "-inf": INF[dtype] | SIGN[dtype]}[value]
-    said = []
-    for backend in (FusedBackend(), quark()):
-        with pytest.raises(BackendError, match=f"tensor 'w' holds {value} at row 3, column 41: .*finite") as caught:
-            list(backend.quantize(memoryview(bytearray(bits.tobytes())), dtype, (5, 64), "w"))
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+    packed, scale = np.zeros((67, 48), np.uint8), np.zeros((67, 3), np.uint8)
+    assert FusedBackend().quantize_into(bits.data, dtype, 96, packed.data, scale.data) == -1
+    assert same((packed, scale), run_quark(bits, dtype))
 
 
 def test_the_backend_has_the_version_of_quark() -> None:

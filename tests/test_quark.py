@@ -18,7 +18,6 @@ from support import RECIPES, TRAINED, bits
 
 import glmquant
 from glmquant.errors import BackendError
-from glmquant.mxfp4 import quark
 from glmquant.mxfp4.format import decode, unpack
 from glmquant.mxfp4.quark import QuarkBackend
 
@@ -34,8 +33,12 @@ def backend() -> QuarkBackend:
 def quantize(weight: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     raw = memoryview(bytearray(weight.contiguous().view(torch.uint8).numpy().tobytes()))
     rows, columns = weight.shape
-    parts = list(backend().quantize(raw, NAMES[weight.dtype], (rows, columns), "w"))
-    return np.concatenate([packed for packed, _ in parts]), np.concatenate([scale for _, scale in parts])
+    packed, scale = np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)
+    bad = backend().quantize_into(
+        raw, NAMES[weight.dtype], columns, memoryview(packed).cast("B"), scale.reshape(-1).data
+    )
+    assert bad == -1
+    return packed, scale
 
 
 def block(*values: float, dtype: torch.dtype = torch.bfloat16) -> tuple[list[int], int, list[float]]:
@@ -105,21 +108,12 @@ def test_quantization_config_is_quarks_own_but_for_the_exclude_list(tiny: Path, 
 # a few rows at a time
 
 
-@pytest.mark.parametrize("elements", [1, 96, 96 * 7 + 5, 96 * 66])
-def test_the_size_of_a_chunk_changes_no_bit(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(67, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole = quantize(weight)
-    monkeypatch.setattr(quark, "CHUNK_ELEMENTS", elements)
-    chunked = quantize(weight)
-    assert [a.tobytes() for a in whole] == [b.tobytes() for b in chunked]
-
-
 def test_a_run_in_small_chunks_writes_the_same_shards(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = support.output(tiny, "moe-mtp")
-    monkeypatch.setattr(quark, "CHUNK_ELEMENTS", 50 * 128)
-    again = glmquant.quantize(tiny, tmp_path / "out", recipe="moe-mtp")
+    monkeypatch.setattr(QuarkBackend, "chunk_elements", 50 * 128)
+    again = glmquant.quantize(tiny, tmp_path / "out", recipe="moe-mtp", backend="quark")
     for path in result.output.glob("*.safetensors"):
         assert (again.output / path.name).read_bytes() == path.read_bytes()
 
@@ -218,13 +212,12 @@ def test_f32_and_f16_keep_their_mantissa_in_the_choice_of_scale() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("chunk", [quark.CHUNK_ELEMENTS, 64])
-def test_nan_and_inf_are_refused_with_their_place(value: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quark, "CHUNK_ELEMENTS", chunk)
-    weight = torch.ones(5, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_first_nan_or_inf_is_found(value: float, dtype: torch.dtype) -> None:
+    weight = torch.ones(5, 64, dtype=dtype)
     weight[3, 41] = weight[4, 2] = value
-    with pytest.raises(BackendError, match=rf"tensor 'w' holds {value} at row 3, column 41.*\n.*--keep"):
-        quantize(weight)
+    raw = memoryview(bytearray(weight.view(torch.uint8).numpy().tobytes()))
+    assert backend().quantize_into(raw, NAMES[dtype], 64, bytearray(160), bytearray(10)) == 3 * 64 + 41
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
@@ -238,7 +231,7 @@ def test_without_a_compiler_the_command_says_so_at_once(
     tiny: Path, tmp_path: Path, changes: dict[str, str], named: str
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "CXX"} | {"PATH": str(tmp_path)} | changes
-    command = [sys.executable, "-m", "glmquant", "quantize", tiny, tmp_path / "out"]
+    command = [sys.executable, "-m", "glmquant", "quantize", tiny, tmp_path / "out", "--backend", "quark"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10)
     assert done.returncode == 1
     assert f"compiles a C++ extension at import and {named!r} is not there" in done.stderr

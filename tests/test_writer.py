@@ -252,7 +252,6 @@ def test_too_little_disk_is_found_before_the_output_folder_is_made(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_a_used_output_folder_is_refused_and_stays_as_it_is(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
@@ -262,7 +261,6 @@ def test_a_used_output_folder_is_refused_and_stays_as_it_is(tiny: Path, tmp_path
     assert (everything(tmp_path), everything(tiny)) == (before, source_before)
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_a_full_disk_in_the_second_shard_names_it_and_leaves_no_config(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +281,6 @@ def test_a_full_disk_in_the_second_shard_names_it_and_leaves_no_config(
     assert os.listdir(tmp_path / "out") == [NAME]
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_config_json_is_written_last(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     rename = os.rename
@@ -293,7 +290,6 @@ def test_config_json_is_written_last(tiny: Path, tmp_path: Path, monkeypatch: py
     assert sorted(written) == sorted(os.listdir(tmp_path / "out"))
 
 
-@pytest.mark.usefixtures("no_quark")
 def test_the_disk_needed_is_enough_and_not_far_off(tiny: Path, tmp_path: Path) -> None:
     glmquant.quantize(tiny, tmp_path / "out")
     taken = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())

@@ -288,23 +288,42 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 class ShardReader:
-    """Exact reads from one shard file; never a short read, never bytes of another version of the file."""
+    """Exact reads from one shard file, by any thread; never a short read, never bytes of another version of the file.
+
+    Raises:
+        CheckpointError: the file cannot be opened, or is not the one whose header was read.
+    """
 
     def __init__(self, folder: Path, header: ShardHeader) -> None:
         self.file = header.file
-        self._fd = os.open(folder / header.file, os.O_RDONLY)
-        size = os.fstat(self._fd).st_size
+        try:
+            self.fd = os.open(folder / header.file, os.O_RDONLY)
+        except OSError as err:
+            raise CheckpointError(f"{self.file}: cannot be read: {err.strerror or err}") from err
+        size = os.fstat(self.fd).st_size
         if size != header.file_size:
-            os.close(self._fd)
+            self.close()
             raise CheckpointError(
                 f"{self.file}: changed since its header was read ({header.file_size} to {size} bytes)"
             )
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def drop_pages(self) -> None:
+        """Tell the system that this file will not be read again soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from an absolute offset.
@@ -315,9 +334,12 @@ class ShardReader:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                count = os.preadv(self.fd, [buffer[done:]], offset + done)
             except OSError as err:
                 raise CheckpointError(f"{self.file}: read failed at byte {offset + done}: {err.strerror}") from err
             if not count:
-                raise CheckpointError(f"{self.file}: ends at byte {offset + done}, {len(buffer) - done} more expected")
+                raise self.ended(offset + done, len(buffer) - done)
             done += count
+
+    def ended(self, offset: int, missing: int) -> CheckpointError:
+        return CheckpointError(f"{self.file}: ends at byte {offset}, {missing} more expected")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from glmquant.checkpoint.source import ShardReader
 from glmquant.errors import OutputError
 
 TEMPORARY = ".partial"
@@ -60,34 +62,39 @@ def create_folder(output: Path) -> None:
 
 
 class ShardWriter:
-    """One output shard: preallocated at its exact size, filled in any order, visible only when complete.
+    """One output shard: preallocated at its exact size, filled in any order by any thread, visible only when complete.
 
-    Used as a context manager; leaving it on an exception removes the temporary file, leaving it normally with bytes
-    missing is an error.
+    `open`, write everything, `publish`; or `discard`. As a context manager it publishes at the end of the block and
+    discards on an exception.
     """
 
     def __init__(self, folder: Path, file: str, header: bytes, size: int) -> None:
         self.path = folder / file
         self._temporary = folder / f".{file}{TEMPORARY}"
         self._header, self._size, self._written = header, size, 0
+        self._lock = threading.Lock()
         self._fd = -1
 
-    def __enter__(self) -> ShardWriter:
+    def open(self) -> None:
+        """Create and preallocate the temporary file and write the header.
+
+        Raises:
+            OutputError: the system refused; nothing is left behind.
+        """
         try:
             self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as err:
-            raise self._failed(err) from err
+            raise _output_error(self.path, err) from err
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, self._size)
             self.write(self._header, 0)
         except OSError as err:
-            self._discard()
-            raise self._failed(err) from err
-        except OutputError:
-            self._discard()
+            self.discard()
+            raise _output_error(self.path, err) from err
+        except BaseException:
+            self.discard()
             raise
-        return self
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at an absolute file offset; each byte of the file is to be written once.
@@ -101,36 +108,83 @@ class ShardWriter:
             try:
                 done += os.pwrite(self._fd, view[done:], offset + done)
             except OSError as err:
-                raise self._failed(err) from err
-        self._written += done
+                raise _output_error(self.path, err) from err
+        self._count(done)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._discard()
-            return
-        if self._written != self._size:
-            self._discard()
-            raise OutputError(f"{self.path.name}: {self._written} bytes written, {self._size} planned")
+    def copy_from(self, reader: ShardReader, start: int, offset: int, length: int) -> bool:
+        """Copy source bytes inside the kernel; False if it can't between these files (nothing is counted then).
+
+        Raises:
+            CheckpointError, OutputError: the source ends early, or the system refused.
+        """
+        if not hasattr(os, "copy_file_range"):
+            return False
+        done = 0
+        while done < length:
+            try:
+                count = os.copy_file_range(reader.fd, self._fd, length - done, start + done, offset + done)
+            except OSError as err:
+                if not done and err.errno in _NO_KERNEL_COPY:
+                    return False
+                raise _output_error(self.path, err, f" from {reader.file} at byte {start + done}") from err
+            if not count:
+                raise reader.ended(start + done, length - done)
+            done += count
+        self._count(done)
+        return True
+
+    def publish(self, drop_pages: bool = False) -> None:
+        """Make the file durable and give it its name.
+
+        Args:
+            drop_pages: tell the system that its pages will not be read again soon.
+
+        Raises:
+            OutputError: bytes are missing, or the system refused; the temporary file is removed.
+        """
         try:
+            if self._written != self._size:
+                raise OutputError(f"{self.path.name}: {self._written} bytes written, {self._size} planned")
             os.fsync(self._fd)
+            if drop_pages:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(self._fd)
             self._fd = -1
             os.rename(self._temporary, self.path)
             sync_folder(self.path.parent)
         except OSError as err:
-            self._discard()
-            raise self._failed(err) from err
+            self.discard()
+            raise _output_error(self.path, err) from err
+        except BaseException:
+            self.discard()
+            raise
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
+        """Close and remove the temporary file; harmless after `publish`."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self._temporary.unlink(missing_ok=True)
 
-    def _failed(self, err: OSError) -> OutputError:
-        return _output_error(self.path, err)
+    def __enter__(self) -> ShardWriter:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.publish()
+        else:
+            self.discard()
+
+    def _count(self, done: int) -> None:
+        with self._lock:
+            self._written += done
+
+
+# The file systems can't copy between each other, or the kernel is too old.
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @contextmanager
@@ -178,9 +232,9 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _output_error(path: Path, err: OSError) -> OutputError:
+def _output_error(path: Path, err: OSError, doing: str = "") -> OutputError:
     full = err.errno in (errno.ENOSPC, errno.EDQUOT)
     return OutputError(
-        f"{path.name}: cannot be written: {err.strerror or err}",
+        f"{path.name}: cannot be written{doing}: {err.strerror or err}",
         "Free space on the disk of the output." if full else "",
     )

@@ -93,3 +93,31 @@ def _remap(entry: str, shard_to_fused: Mapping[str, str]) -> str:
         if f".{shard}" in entry:
             return entry.replace(shard, fused, 1)
     return entry
+
+
+class GlobMatcher:
+    """Quark's own reading: every entry is a glob over the checkpoint name; an expert container is its experts.
+
+    Source: Quark 0.13 torch/export/main_export/quant_config_parser.py:61-98 (get_layer_quant_config).
+
+    Args:
+        experts: experts per container.
+        some: the answer where only some experts of a container match.
+    """
+
+    def __init__(self, exclude: Iterable[str], experts: int, some: str) -> None:
+        entries = list(dict.fromkeys(exclude))
+        special = set("*?[")
+        self._globs = [re.compile(fnmatch.translate(entry)) for entry in entries if special & set(entry)]
+        self._literals = {entry for entry in entries if not special & set(entry)}
+        self._some = some
+        self._leaves = [f".{e}.{part}_proj" for e in range(experts) for part in ("gate", "up", "down")]
+
+    def _entry(self, name: str) -> bool:
+        return name in self._literals or any(glob.match(name) for glob in self._globs)
+
+    def ignored(self, prefix: str, is_container: bool = False) -> bool | str:
+        if not is_container:
+            return self._entry(prefix)
+        answers = {self._entry(prefix + leaf) for leaf in self._leaves}
+        return self._some if len(answers) > 1 else answers == {True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ class RuntimeModule:
             truncates instead of refusing), `experts` (one container of all routed experts).
         parts: checkpoint modules loaded into it; for `experts` the container's own name.
         shared: whether it is part of a shared expert (and vanishes when that is fused into the container).
+        group: what it is to people (`attention`, `routed`, ...), as in exclusions/<model_type>.yaml.
     """
 
     role: str
@@ -45,41 +46,45 @@ class RuntimeModule:
     kind: str
     parts: tuple[str, ...]
     shared: bool
+    group: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """What a checkpoint holds: Linear module -> `mxfp4`, `plain` or another word for anything else.
 
-    Routed experts are summed up per container: `containers` maps `...mlp.experts` to the set of formats in it;
+    Routed experts are summed up per container: `containers` maps `...mlp.experts` to the set of formats in it,
+    `projections` to the set of (last part of the name, format);
     `units` is `formats` with each container that is all of one format as one item.
     """
 
     formats: Mapping[str, str]
     containers: Mapping[str, frozenset[str]]
+    projections: Mapping[str, frozenset[tuple[str, str]]]
     units: Mapping[str, str]
     layers: Layers
 
     @staticmethod
     def of(formats: Mapping[str, str], layers: Layers) -> Stored:
-        containers: dict[str, set[str]] = {}
+        projections: dict[str, set[tuple[str, str]]] = {}
         for module, kind in formats.items():
-            head, marker, _ = module.partition(_EXPERTS)
+            head, marker, tail = module.partition(_EXPERTS)
             if marker:
-                containers.setdefault(head + _EXPERTS[:-1], set()).add(kind)
+                projections.setdefault(head + _EXPERTS[:-1], set()).add((tail.rpartition(".")[2], kind))
+        containers = {name: frozenset(kind for _, kind in pairs) for name, pairs in projections.items()}
         units = {name: next(iter(kinds)) for name, kinds in containers.items() if len(kinds) == 1}
         for module, kind in formats.items():
             head, marker, _ = module.partition(_EXPERTS)
             if not marker or head + _EXPERTS[:-1] not in units:
                 units[module] = kind
-        frozen = {name: frozenset(kinds) for name, kinds in containers.items()}
-        return Stored(formats, frozen, units, layers)
+        frozen = {name: frozenset(pairs) for name, pairs in projections.items()}
+        return Stored(formats, containers, frozen, units, layers)
 
-    def kinds(self, module: RuntimeModule) -> frozenset[str]:
-        """Formats found for a runtime module; empty when the checkpoint has nothing for it."""
+    def parts(self, module: RuntimeModule) -> frozenset[tuple[str, str]]:
+        """(last part of the name, format) of what is stored for a runtime module; empty when there is nothing."""
         if module.kind == "experts":
-            return self.containers.get(module.parts[0], frozenset())
-        return frozenset(self.formats[part] for part in module.parts if part in self.formats)
+            return self.projections.get(module.parts[0], frozenset())
+        return frozenset((part.rpartition(".")[2], self.formats[part]) for part in module.parts if part in self.formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,7 @@ def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
     for row in data["modules"]:
         where = row["layers"]
         if where == "top":
-            modules.append(RuntimeModule("target", row["name"], row["kind"], tuple(row["parts"]), False))
+            modules.append(RuntimeModule("target", row["name"], row["kind"], tuple(row["parts"]), False, row["group"]))
             continue
         main = {
             "all": range(layers.count),
@@ -179,7 +184,7 @@ def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
         }[where]
         for layer in main:
             modules.append(_runtime("target", f"model.layers.{layer}.", row, layer))
-        if where != "dense":
+        if where != "dense" and prefix_of:
             for layer in layers.mtp:
                 draft = prefix_of["glue" if where == "mtp" else "decoder"].format(layer=layer)
                 modules.append(_runtime("draft", draft, row, layer))
@@ -188,39 +193,67 @@ def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
 
 def _runtime(role: str, prefix: str, row: Mapping[str, Any], layer: int) -> RuntimeModule:
     parts = tuple(f"model.layers.{layer}.{part}" for part in row["parts"])
-    return RuntimeModule(role, prefix + row["name"], row["kind"], parts, bool(row.get("shared")))
+    return RuntimeModule(role, prefix + row["name"], row["kind"], parts, bool(row.get("shared")), row["group"])
+
+
+@cache
+def consequence(name: str, release: str, key: str) -> tuple[Verdict, str]:
+    """What a release does about a mistake, in its own words, from `mistakes` of its YAML file.
+
+    `key` is looked up as it is, then without its last part behind a dot, and so on: `scale-shape.narrow.down`,
+    `scale-shape.narrow`, `scale-shape`. A value is a text (it crashes with that), or a map `{ok: text}` or
+    `{silent: text}`; or a list of these, each up to the release named by `until`.
+
+    Raises:
+        KeyError: the file does not know the mistake.
+    """
+    mistakes = load_rules(name)["mistakes"]
+    while key not in mistakes:
+        if "." not in key:
+            raise KeyError(key)
+        key = key.rpartition(".")[0]
+    entry = mistakes[key]
+    for item in entry if isinstance(entry, list) else [entry]:
+        if isinstance(item, str):
+            return Verdict.CRASH, item
+        if "until" in item and Version(release) > Version(str(item["until"])):
+            continue
+        for word, verdict in (("crash", Verdict.CRASH), ("silent", Verdict.SILENT), ("ok", Verdict.OK)):
+            if word in item:
+                return verdict, item[word]
+    raise KeyError(f"{key}: nothing said about {name} {release}")
 
 
 def compare(
-    module: RuntimeModule, answer: bool | str, kinds: frozenset[str], texts: Mapping[str, str]
+    name: str, release: str, module: RuntimeModule, answer: bool | str, parts: Iterable[tuple[str, str]]
 ) -> ModuleVerdict:
     """Verdict for one module: what the engine builds (`answer`: un-quantized?) against what is stored.
 
-    `answer` is a text where the engine raises while deciding; `texts` holds the engine's real messages.
+    `answer` is a text where the engine raises while deciding; `parts` is what Stored.parts says.
     """
     if isinstance(answer, str):
         return ModuleVerdict(module.role, module.prefix, Verdict.CRASH, answer, module.parts)
     built = "plain" if answer else "mxfp4"
-    if not kinds or kinds == {built}:
-        return ModuleVerdict(module.role, module.prefix, Verdict.OK, "", module.parts)
-    if len(kinds) > 1:
-        verdict, key = Verdict.CRASH, "mixed"
-    elif built == "plain":
-        verdict, key = Verdict.CRASH, f"{module.kind}.built_plain"
-    elif module.kind == "row" and kinds == {"plain"}:
-        verdict, key = Verdict.SILENT, "row.built_mxfp4"
-    else:
-        verdict, key = Verdict.CRASH, f"{module.kind}.built_mxfp4"
-    return ModuleVerdict(module.role, module.prefix, verdict, texts[key], module.parts)
+    wrong = {
+        f"{module.kind}.built_{built}.{'down' if projection == 'down_proj' else 'other'}"
+        for projection, kind in parts
+        if kind != built and kind in ("plain", "mxfp4")  # other dtypes are no matter of the list
+    }
+    verdict, text = worst((consequence(name, release, key) for key in sorted(wrong)), default=(Verdict.OK, ""))
+    return ModuleVerdict(module.role, module.prefix, verdict, text, module.parts)
 
 
-def never_quantized(name: str, stored: Stored) -> list[ModuleVerdict]:
+def worst(found: Iterable[tuple[Verdict, str]], default: tuple[Verdict, str]) -> tuple[Verdict, str]:
+    order = list(Verdict)
+    return max(found, key=lambda item: order.index(item[0]), default=default)
+
+
+def never_quantized(name: str, release: str, stored: Stored) -> list[ModuleVerdict]:
     """Packed modules that an engine always builds un-quantized, whatever the list says."""
-    data = load_rules(name)
-    tails = tuple("." + tail for tail in data["never_quantized"])
+    tails = tuple("." + tail for tail in load_rules(name)["never_quantized"])
     mtp = tuple(f"model.layers.{layer}." for layer in stored.layers.mtp)
     return [
-        ModuleVerdict("draft" if m.startswith(mtp) else "target", m, Verdict.CRASH, data["texts"]["never"], (m,))
+        ModuleVerdict("draft" if m.startswith(mtp) else "target", m, *consequence(name, release, "never"), (m,))
         for m, kind in stored.units.items()
         if kind == "mxfp4" and f".{m}".endswith(tails)
     ]

@@ -6,6 +6,7 @@ Rules that differ by release are data (sglang.yaml); sources are named there and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +39,8 @@ class Sglang:
     def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
         rules = rules_for(self.name, release)
         matchers = {"target": _matcher(exclude, rules), "draft": draft_matcher(exclude, rules, layers)}
+        if rules["indexer_everywhere"]:
+            layers = replace(layers, indexer=frozenset(range(layers.count)))
         return [
             (module, True if matcher is None else matcher.ignored(module.prefix, module.kind == "experts"))
             for module in build_modules(self.name, layers)
@@ -45,7 +48,7 @@ class Sglang:
         ]
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
-        rules, texts, flags = rules_for(self.name, release), load_rules(self.name)["texts"], tuple(flags)
+        rules, flags = rules_for(self.name, release), tuple(flags)
         fused = {
             role: DISABLE_FUSION not in flags and self.fuses(role, release, exclude, stored.layers)
             for role in ("target", "draft")
@@ -56,12 +59,11 @@ class Sglang:
         for module, answer in answers:
             if module.shared and fused[module.role]:
                 continue
-            kinds = stored.kinds(module)
-            verdict = compare(module, answer, kinds, texts)
+            verdict = compare(self.name, release, module, answer, stored.parts(module))
             if verdict.verdict is Verdict.OK and module.kind == "experts" and fused[module.role]:
-                verdict = self._fused_verdict(module, kinds, shared_of, stored)
+                verdict = self._fused_verdict(release, module, answer, shared_of[module.parts[0]], stored)
             verdicts.append(verdict)
-        verdicts += self._lost_fusion(rules, exclude, stored, flags) + never_quantized(self.name, stored)
+        verdicts += self._lost_fusion(rules, exclude, stored, flags) + never_quantized(self.name, release, stored)
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), fused["target"], fused["draft"], flags)
 
@@ -81,17 +83,20 @@ class Sglang:
 
     def _fused_verdict(
         self,
+        release: str,
         module: RuntimeModule,
-        kinds: frozenset[str],
-        shared_of: Mapping[str, list[RuntimeModule]],
+        answer: bool | str,
+        shared: Sequence[RuntimeModule],
         stored: Stored,
     ) -> ModuleVerdict:
-        parts = [part for shared in shared_of[module.parts[0]] for part in shared.parts]
-        found = frozenset(stored.formats[part] for part in parts if part in stored.formats)
-        if not found or not kinds or found == kinds:
-            return ModuleVerdict(module.role, module.prefix, Verdict.OK, "", module.parts)
-        text = load_rules(self.name)["texts"]["fused_shared"]
-        return ModuleVerdict(module.role, module.prefix, Verdict.CRASH, text, tuple(parts))
+        """The shared expert as one more expert of its container, which is built as the list says of the container."""
+        pairs = {pair for m in shared for pair in stored.parts(m)}
+        verdict = compare(self.name, release, module, answer, pairs)
+        if verdict.verdict is Verdict.OK:
+            return verdict
+        text = load_rules(self.name)["mistakes"]["fused_shared"].format(error=verdict.message)
+        parts = tuple(part for m in shared for part in m.parts)
+        return ModuleVerdict(module.role, module.prefix, verdict.verdict, text, parts)
 
     def _lost_fusion(
         self, rules: Mapping[str, Any], exclude: Sequence[str], stored: Stored, flags: Sequence[str]
@@ -104,12 +109,14 @@ class Sglang:
         roles = ("target", "draft") if rules["draft_fuses"] and layers.mtp else ("target",)
         modules = build_modules(self.name, layers)
         kinds = {
-            role: {k for m in modules if m.role == role and (m.shared or m.kind == "experts") for k in stored.kinds(m)}
+            role: {
+                k for m in modules if m.role == role and (m.shared or m.kind == "experts") for _, k in stored.parts(m)
+            }
             for role in roles
         }
         if len(kinds["target"]) != 1:  # the veto is needed: the gate answers for the whole model
             return []
-        text = load_rules(self.name)["texts"]["unfused"].format(entry=entry)
+        text = load_rules(self.name)["mistakes"]["unfused"].format(entry=entry)
         prefix = {"target": "model.layers.*.mlp.experts", "draft": "model.decoder.mlp.experts"}
         slow = [
             ModuleVerdict(role, prefix[role], Verdict.SLOW, text, (entry,)) for role in roles if len(kinds[role]) == 1
@@ -141,7 +148,7 @@ def _matcher(exclude: Iterable[str], rules: Mapping[str, Any]) -> ShardMatcher:
         data["packed_modules"],
         fused_name=rules["fused_name"],
         container_leaf=rules["container_leaf"],
-        conflict=data["texts"]["pair"],
+        conflict=data["mistakes"]["pair"],
     )
 
 

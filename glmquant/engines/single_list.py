@@ -1,11 +1,11 @@
-"""Engines where target and draft read the same list under the checkpoint's own names: vLLM and ATOM."""
+"""Engines that read one list under the checkpoint's own names: vLLM, ATOM and Quark's importer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from glmquant.checkpoint.layers import Layers
-from glmquant.engines.matching import AtomMatcher, Matcher, ShardMatcher
+from glmquant.engines.matching import AtomMatcher, GlobMatcher, Matcher, ShardMatcher
 from glmquant.engines.model import (
     Answers,
     Evaluation,
@@ -20,25 +20,24 @@ from glmquant.engines.model import (
 
 
 class SingleListEngine:
-    """Shared by Vllm and Atom, which differ in how an entry matches."""
+    """Shared by engines that differ only in how an entry matches."""
 
     name: str
 
     def releases(self) -> Sequence[str]:
         return list(load_rules(self.name)["releases"])
 
-    def matcher(self, release: str, exclude: Sequence[str]) -> Matcher:
+    def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
         raise NotImplementedError
 
     def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
-        matcher = self.matcher(release, exclude)
+        matcher = self.matcher(release, exclude, layers)
         return [(m, matcher.ignored(m.prefix, m.kind == "experts")) for m in build_modules(self.name, layers)]
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
-        texts = load_rules(self.name)["texts"]
         answers = self.answers(release, exclude, stored.layers)
-        verdicts = [compare(module, answer, stored.kinds(module), texts) for module, answer in answers]
-        verdicts += never_quantized(self.name, stored)
+        verdicts = [compare(self.name, release, module, answer, stored.parts(module)) for module, answer in answers]
+        verdicts += never_quantized(self.name, release, stored)
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), False, False, tuple(flags))
 
@@ -48,14 +47,14 @@ class Vllm(SingleListEngine):
 
     name = "vllm"
 
-    def matcher(self, release: str, exclude: Sequence[str]) -> Matcher:
+    def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
         data, rules = load_rules(self.name), rules_for(self.name, release)
         return ShardMatcher(
             exclude,
             data["packed_modules"],
             fused_name=rules["fused_name"],
             container_leaf=rules["container_leaf"],
-            conflict=data["texts"]["pair"],
+            conflict=data["mistakes"]["pair"],
         )
 
 
@@ -64,5 +63,14 @@ class Atom(SingleListEngine):
 
     name = "atom"
 
-    def matcher(self, release: str, exclude: Sequence[str]) -> Matcher:
+    def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
         return AtomMatcher(exclude, load_rules(self.name)["shard_to_fused"])
+
+
+class QuarkImporter(SingleListEngine):
+    """AMD Quark's importer over transformers' model; see quark.yaml."""
+
+    name = "quark"
+
+    def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
+        return GlobMatcher(exclude, layers.routed_experts, load_rules(self.name)["mistakes"]["some"])

@@ -11,10 +11,10 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from glmquant.engines.model import DISABLE_FUSION, Engine, Evaluation, Stored
 from glmquant.engines.sglang import Sglang
-from glmquant.engines.single_list import Atom, Vllm
+from glmquant.engines.single_list import Atom, QuarkImporter, Vllm
 from glmquant.errors import GlmquantError
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Sglang(), Vllm(), Atom())}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Sglang(), Vllm(), Atom(), QuarkImporter())}
 DEFAULT_TARGETS = "sglang>=0.5.13,vllm"
 
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from glmquant.errors import BackendError
+from glmquant.mxfp4.backend import Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +18,6 @@ if TYPE_CHECKING:
 # 13 MB of bf16: with the float32 and int32 temporaries of Quark (35 bytes an element) some 220 MB.
 CHUNK_ELEMENTS = 6 * 1024 * 1024
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
-
-def non_finite(name: str, value: float, row: int, column: int) -> BackendError:
-    """What every backend says of a NaN or Inf in a weight."""
-    return BackendError(
-        f"tensor {name!r} holds {value} at row {row}, column {column}: a weight to be quantized must be finite",
-        "The source is damaged there; --keep leaves this module un-quantized.",
-    )
 
 
 def missing_compiler() -> str | None:
@@ -53,6 +42,8 @@ class QuarkBackend:
     """
 
     name = "quark"
+    chunk_elements = CHUNK_ELEMENTS
+    threads = 1  # torch brings its own
 
     def __init__(self, device: str = "cpu") -> None:
         if missing := missing_compiler():
@@ -94,26 +85,25 @@ class QuarkBackend:
             raise BackendError(f"device {device!r} cannot be used: {str(err).splitlines()[0]}") from err
         return found
 
-    def quantize(
-        self, raw: memoryview, dtype: str, shape: tuple[int, int], name: str
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        """Quantize consecutive rows; yields (packed uint8 [rows, in / 2], scale uint8 [rows, in / 32]) per chunk.
+    def quantize_into(self, source: memoryview, dtype: str, columns: int, packed: Buffer, scale: Buffer) -> int:
+        """Quantize whole rows into the caller's buffers.
 
-        Raises:
-            BackendError: a NaN or Inf in the weight; names tensor, row and column.
+        Args:
+            source: writable rows of `columns` elements (torch takes no read-only buffer).
+            dtype: BF16, F16 or F32.
+            packed: gets half a byte per element, scale one E8M0 byte per 32.
+
+        Returns:
+            -1, or the flat index of the first NaN or Inf; packed and scale are then unchanged.
         """
         torch = self._torch
-        weight = torch.frombuffer(raw, dtype=getattr(torch, _DTYPES[dtype])).view(shape)
-        rows = max(1, CHUNK_ELEMENTS // shape[1])
-        for start in range(0, shape[0], rows):
-            chunk = weight[start : start + rows].to(self.device)
-            finite = torch.isfinite(chunk)
-            if not finite.all():
-                row, column = (int(i) for i in (~finite).nonzero()[0])
-                value = float(chunk[row, column])
-                raise non_finite(name, value, start + row, column)
-            packed, scale = self._quantize(chunk)
-            yield packed.cpu().numpy(), scale.cpu().numpy()
+        weight = torch.frombuffer(source, dtype=getattr(torch, _DTYPES[dtype])).view(-1, columns).to(self.device)
+        finite = torch.isfinite(weight)
+        if not finite.all():
+            return int((~finite).view(-1).nonzero()[0])
+        for buffer, result in zip((packed, scale), self._quantize(weight), strict=True):
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(result.reshape(-1))
+        return -1
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The calls and their order are those of Quark's file-to-file path (file2file_quantization.py:1315).

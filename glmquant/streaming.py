@@ -1,0 +1,244 @@
+"""Executes a plan's shards: bytes from the source, through the backend, into their place in the output.
+
+Work is cut into pieces of one tensor (big copies into several); threads take pieces of a few shards at once, so one
+shard's fsync does not stall the others. Each thread holds one chunk in memory, whatever the sizes of tensor and shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from glmquant.checkpoint.header import ShardHeader
+from glmquant.checkpoint.source import ShardReader
+from glmquant.checkpoint.writer import ShardWriter
+from glmquant.errors import BackendError
+from glmquant.mxfp4.backend import Backend
+from glmquant.planner import BLOCK, ShardPlan, TensorJob
+
+logger = logging.getLogger(__name__)
+
+COPY_CHUNK = 8 * 1024 * 1024
+COPY_PIECE = 32 * COPY_CHUNK
+
+Advance = Callable[[int], object]
+
+
+@dataclass
+class _Shard:
+    """A shard being written; the thread that ends its last piece publishes it."""
+
+    reader: ShardReader
+    writer: ShardWriter
+    pieces_left: int
+    lock: threading.Lock
+
+    def piece_done(self) -> bool:
+        with self.lock:
+            self.pieces_left -= 1
+            return not self.pieces_left
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor to quantize, or `length` bytes of one to copy, from `start` on."""
+
+    job: TensorJob
+    start: int
+    length: int
+
+
+class _Local(threading.local):
+    """A thread's backend and its buffers, made once."""
+
+    backend: Backend
+    source = memoryview(b"")
+    packed = memoryview(b"")
+    scale = memoryview(b"")
+
+
+class Streamer:
+    """Runs shards through one or more backends (one per device) on `workers` threads.
+
+    Args:
+        drop_behind: tell the system to forget pages once they are used, so that a job larger than memory does not
+            push everything else out of it.
+    """
+
+    def __init__(
+        self, backends: Sequence[Backend], workers: int, advance: Advance, *, drop_behind: bool = False
+    ) -> None:
+        self._backends, self._workers, self._advance = backends, workers, advance
+        self._drop_behind = drop_behind
+        self._stop = threading.Event()
+        self._local = _Local()
+        self._started = 0
+        self._lock = threading.Lock()
+
+    def run(self, shards: Sequence[ShardPlan], headers: dict[str, ShardHeader], source: Path, output: Path) -> None:
+        """Write all shards; on the first error nothing more is begun and unfinished shards are removed.
+
+        Raises:
+            CheckpointError, OutputError, BackendError: the first that happened.
+        """
+        slots = threading.Semaphore(self._workers + 1)
+        futures: list[Future[None]] = []
+        opened: list[_Shard] = []
+        pool = ThreadPoolExecutor(self._workers, "glmquant", self._start_thread)
+        try:
+            for plan in shards:
+                slots.acquire()
+                if self._stop.is_set():
+                    break
+                logger.info("writing %s", plan.file)
+                pieces = list(_cut(plan))
+                shard = self._open(plan, headers[plan.file], source, output, len(pieces))
+                opened.append(shard)
+                if not pieces:
+                    self._publish(shard)
+                    slots.release()
+                futures += [pool.submit(self._work, shard, piece, slots) for piece in pieces]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                if not future.cancelled():
+                    future.result()
+        except BaseException:
+            self._stop.set()
+            pool.shutdown(cancel_futures=True)
+            self._raise_first(futures)
+            raise
+        finally:
+            pool.shutdown()
+            for shard in opened:
+                shard.reader.close()
+                shard.writer.discard()
+
+    def _raise_first(self, futures: list[Future[None]]) -> None:
+        """The earliest piece's error is shown, not one that another error caused."""
+        for future in futures:
+            if future.done() and not future.cancelled() and (error := future.exception()):
+                raise error
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            self._local.backend = self._backends[self._started % len(self._backends)]
+            self._started += 1
+
+    def _open(self, plan: ShardPlan, header: ShardHeader, source: Path, output: Path, pieces: int) -> _Shard:
+        reader = ShardReader(source, header)
+        try:
+            writer = ShardWriter(output, plan.file, plan.header, plan.file_size)
+            writer.open()
+        except BaseException:
+            reader.close()
+            raise
+        return _Shard(reader, writer, pieces, threading.Lock())
+
+    def _work(self, shard: _Shard, piece: _Piece, slots: threading.Semaphore) -> None:
+        if self._stop.is_set():
+            return
+        try:
+            if piece.job.quantized:
+                self._quantize(shard, piece.job)
+            else:
+                self._copy(shard, piece)
+            if shard.piece_done():
+                self._publish(shard)
+                slots.release()
+        except BaseException:
+            self._stop.set()
+            slots.release()  # the main thread may be waiting to open the next shard
+            raise
+
+    def _publish(self, shard: _Shard) -> None:
+        shard.writer.publish(drop_pages=self._drop_behind)
+        if self._drop_behind:
+            shard.reader.drop_pages()
+        shard.reader.close()
+
+    def _quantize(self, shard: _Shard, job: TensorJob) -> None:
+        tensor, local = job.source, self._local
+        rows, columns = tensor.shape
+        row_bytes = tensor.nbytes // rows
+        step = min(rows, max(1, local.backend.chunk_elements // columns))
+        local.source = _at_least(local.source, step * row_bytes)
+        local.packed = _at_least(local.packed, step * columns // 2)
+        local.scale = _at_least(local.scale, step * columns // BLOCK)
+        packed_at, scale_at = (out.start for out in job.outputs)
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            source = local.source[: count * row_bytes]
+            packed = local.packed[: count * columns // 2]
+            scale = local.scale[: count * columns // BLOCK]
+            shard.reader.read_into(source, tensor.start + row * row_bytes)
+            bad = local.backend.quantize_into(source, tensor.dtype, columns, packed, scale)
+            if bad >= 0:
+                raise _non_finite(source, tensor.dtype, columns, bad, tensor.name, row)
+            shard.writer.write(packed, packed_at)
+            shard.writer.write(scale, scale_at)
+            packed_at += len(packed)
+            scale_at += len(scale)
+            self._advance(len(source))
+
+    def _copy(self, shard: _Shard, piece: _Piece) -> None:
+        tensor, to = piece.job.source, piece.job.outputs[0].start
+        for start in range(piece.start, piece.start + piece.length, COPY_CHUNK):
+            count = min(COPY_CHUNK, piece.start + piece.length - start)
+            if not shard.writer.copy_from(shard.reader, tensor.start + start, to + start, count):
+                self._local.source = _at_least(self._local.source, count)
+                chunk = self._local.source[:count]
+                shard.reader.read_into(chunk, tensor.start + start)
+                shard.writer.write(chunk, to + start)
+            self._advance(count)
+
+
+def _cut(plan: ShardPlan) -> Iterator[_Piece]:
+    for job in plan.jobs:
+        size = job.source.nbytes
+        if job.quantized:
+            yield _Piece(job, 0, size)
+        else:
+            for start in range(0, size, COPY_PIECE):
+                yield _Piece(job, start, min(COPY_PIECE, size - start))
+
+
+def _non_finite(source: memoryview, dtype: str, columns: int, index: int, name: str, first_row: int) -> BackendError:
+    width, code = {"BF16": (2, "<H"), "F16": (2, "<e"), "F32": (4, "<f")}[dtype]
+    (value,) = struct.unpack_from(code, source, index * width)
+    if dtype == "BF16":
+        (value,) = struct.unpack("<f", struct.pack("<I", value << 16))
+    row, column = divmod(index, columns)
+    return BackendError(
+        f"tensor {name!r} holds {value} at row {first_row + row}, column {column}: "
+        "a weight to be quantized must be finite",
+        "The source is damaged there; --keep leaves this module un-quantized.",
+    )
+
+
+def _at_least(buffer: memoryview, size: int) -> memoryview:
+    return buffer if len(buffer) >= size else memoryview(bytearray(size))
+
+
+def default_workers() -> int:
+    """CPUs this process may use: its affinity, and a cgroup v2 quota if there is one."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cpus, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cpus
+
+
+def available_memory() -> int | None:
+    """Bytes the system could give without swapping; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
