@@ -39,8 +39,6 @@ class Sglang:
     def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
         rules = rules_for(self.name, release)
         matchers = {"target": _matcher(exclude, rules), "draft": draft_matcher(exclude, rules, layers)}
-        if rules["indexer_everywhere"]:
-            layers = replace(layers, indexer=frozenset(range(layers.count)))
         return [
             (module, True if matcher is None else matcher.ignored(module.prefix, module.kind == "experts"))
             for module in build_modules(self.name, layers)
@@ -53,7 +51,10 @@ class Sglang:
             role: DISABLE_FUSION not in flags and self.fuses(role, release, exclude, stored.layers)
             for role in ("target", "draft")
         }
-        answers = self.answers(release, exclude, stored.layers)
+        layers = stored.layers
+        if rules["indexer_everywhere"]:  # matters where a shared layer brings indexer tensors all the same
+            layers = replace(layers, indexer=frozenset(range(layers.count)))
+        answers = self.answers(release, exclude, layers)
         shared_of = _shared_by_container(stored.layers)
         verdicts: list[ModuleVerdict] = []
         for module, answer in answers:

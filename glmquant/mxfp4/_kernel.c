@@ -2,7 +2,8 @@
 // thresholds and the reasons; this file only does what that table says, 32 elements (one block) at a time.
 //
 // No intrinsics: the loops have fixed trip counts and 16-bit lanes, so compilers vectorise them at -O3, and the same
-// source is compiled once per instruction set and picked at run time.
+// source is compiled once per instruction set and picked at run time. Indices are Py_ssize_t: Python is often built with
+// -fwrapv, which extensions inherit, and with it gcc does not vectorise loops over int (13 times slower).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -38,9 +39,9 @@ INLINE uint32_t widen_f16(uint32_t magnitude) {
   return magnitude < 0x0400 ? subnormal : magnitude < 0x7c00 ? bits - (1u << 23) : 0x7fffffff;
 }
 
-INLINE void load(int dtype, const uint8_t *__restrict source, int count, int16_t *__restrict key,
+INLINE void load(int dtype, const uint8_t *__restrict source, Py_ssize_t count, int16_t *__restrict key,
                  uint16_t *__restrict sign) {
-  for (int i = 0; i < count; i++) {
+  for (Py_ssize_t i = 0; i < count; i++) {
     if (dtype == F32) {
       uint32_t bits;
       memcpy(&bits, source + 4 * i, 4); // the source may begin at any byte
@@ -61,12 +62,12 @@ INLINE Py_ssize_t quantize(int dtype, const uint8_t *__restrict source, Py_ssize
   uint16_t sign[STRIP], code[STRIP];
   for (Py_ssize_t done = 0; done < count; done += STRIP) {
     // A strip of a few blocks passes each stage as a whole: wide loads right behind narrower stores would stall.
-    int strip = count - done < STRIP ? (int)(count - done) : STRIP;
+    Py_ssize_t strip = count - done < STRIP ? count - done : STRIP;
     load(dtype, source + done * (dtype == F32 ? 4 : 2), strip, key, sign);
-    for (int start = 0; start < strip; start += BLOCK) {
+    for (Py_ssize_t start = 0; start < strip; start += BLOCK) {
       const int16_t *k = key + start;
       int16_t top = INT16_MIN;
-      for (int i = 0; i < BLOCK; i++) top = k[i] > top ? k[i] : top;
+      for (Py_ssize_t i = 0; i < BLOCK; i++) top = k[i] > top ? k[i] : top;
       if (top >= NON_FINITE) {
         int i = 0;
         while (k[i] < NON_FINITE) i++;
@@ -75,7 +76,7 @@ INLINE Py_ssize_t quantize(int dtype, const uint8_t *__restrict source, Py_ssize
       // The row of the block's exponent. From mantissa 1.75 on, 0x40 carries into the next one.
       const int16_t *t = table + ROW * ((top + 0x8000 + 0x40) >> 8);
       const int16_t t0 = t[0], t1 = t[1], t2 = t[2], t3 = t[3], t4 = t[4], t5 = t[5], t6 = t[6];
-      for (int i = 0; i < BLOCK; i++) {
+      for (Py_ssize_t i = 0; i < BLOCK; i++) {
         int16_t m = k[i];
         uint16_t s = sign[start + i];
         int n = (m > t0) + (m > t1) + (m > t2) + (m > t3) + (m > t4) + (m > t5) + (m > t6);
@@ -83,7 +84,7 @@ INLINE Py_ssize_t quantize(int dtype, const uint8_t *__restrict source, Py_ssize
       }
       scale[(done + start) / BLOCK] = (uint8_t)t[7];
     }
-    for (int i = 0; i < strip / 2; i++) packed[done / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
+    for (Py_ssize_t i = 0; i < strip / 2; i++) packed[done / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
   }
   return -1;
 }
