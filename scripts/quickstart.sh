@@ -12,7 +12,7 @@ mkdir "$out"
 echo "1/3 a small checkpoint in the published layout: $out/tiny-glm"
 .venv/bin/python scripts/make_tiny_glm.py "$out/tiny-glm" >/dev/null
 echo "2/3 quantizing it to MXFP4 with AMD Quark (importing Quark takes a while): $out/tiny-glm-mxfp4"
-.venv/bin/glmquant quantize "$out/tiny-glm" "$out/tiny-glm-mxfp4" --quiet
+.venv/bin/glmquant quantize "$out/tiny-glm" "$out/tiny-glm-mxfp4" --backend quark --quiet
 echo "3/3 validating the result from disk"
 .venv/bin/glmquant validate "$out/tiny-glm-mxfp4"
 echo
