@@ -18,7 +18,7 @@ from glmquant.checkpoint.layers import read_layers
 from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, open_source, read_json
 from glmquant.checkpoint.writer import check_output, copy_file, create_folder, write_file
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
-from glmquant.errors import BackendError, CheckpointError
+from glmquant.errors import BackendError, CheckpointError, OutputError
 from glmquant.exclusions import ExclusionList, resolve
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
 from glmquant.mxfp4.backend import Backend, CheckedBackend
@@ -39,11 +39,15 @@ Folder = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What `quantize` would do: the source's headers, every output byte's place, and the exclude list."""
+    """What `quantize` would do: the source's headers, every output byte's place, and the exclude list.
+
+    `options` are the command-line options that ask for the same again.
+    """
 
     checkpoint: Checkpoint
     plan: Plan
     exclusions: ExclusionList
+    options: tuple[str, ...]
 
     @property
     def disk_needed(self) -> int:
@@ -95,7 +99,12 @@ def plan(
     layers = read_layers(checkpoint.config)
     planned = make_plan(checkpoint, architecture, chosen.with_overrides(quantize, keep), layers)
     exclusions = resolve(planned.formats, layers, architecture, parse_targets(targets), form)
-    return PlanResult(checkpoint, planned, exclusions)
+    options = ["--recipe", recipe or chosen.name]
+    options += [word for pattern in quantize for word in ("--quantize", pattern)]
+    options += [word for pattern in keep for word in ("--keep", pattern)]
+    options += ["--targets", targets] if targets != DEFAULT_TARGETS else []
+    options += ["--form", form] if form != "auto" else []
+    return PlanResult(checkpoint, planned, exclusions, tuple(options))
 
 
 def resolve_exclusions(
@@ -243,15 +252,17 @@ def _finish(result: PlanResult, out: Path, backend: Backend, base_model: str) ->
         **source.config,
         "quantization_config": quantization_config(result.exclusions.texts, backend.version),
     }
-    write_file(out, CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        write_file(out, CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    except OutputError:
+        (out / CONFIG).unlink(missing_ok=True)  # it may have its name already, and not be durable
+        raise
 
 
 def _record(result: PlanResult, backend: Backend, base_model: str) -> dict[str, object]:
     """What was done, for people and tools: goes into the output as glmquant.json."""
     recipe = result.plan.recipe
-    command = ["glmquant", "quantize", base_model, "OUT", "--recipe", recipe.name]
-    for override in recipe.overrides:
-        command += ["--quantize" if override.quantize else "--keep", override.pattern]
+    command = ["glmquant", "quantize", base_model, "OUT", *result.options]
     return {
         "base_model": base_model,
         "recipe": recipe.name,

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from support import INDEX, RECIPES, FakeBackend, bits, read_json
 
 import glmquant
 from glmquant import pipeline, streaming
+from glmquant.cli import main
 from glmquant.errors import BackendError, CheckpointError, OutputError
 
 NOT_COPIED = {"README.md", "config.json", INDEX}
@@ -334,8 +337,7 @@ def test_a_full_disk_at_any_step_never_leaves_a_config(mini: Path, tmp_path: Pat
     assert (tmp_path / "whole/config.json").exists()
     assert calls >= 2
     stride = 7 if step == "pwrite" else 1  # one or two a tensor
-    # The last fsync makes config.json's name durable: by then the folder is complete.
-    for n in range(1, calls if step == "fsync" else calls + 1, stride):
+    for n in range(1, calls + 1, stride):
         out = tmp_path / f"out-{n}"
         with pytest.raises(OutputError, match="No space left on device") as caught:
             run(mini, out, step, n, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
@@ -370,3 +372,18 @@ def test_an_output_is_refused_as_a_source(mini: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="already quantized"):
         glmquant.quantize(out, tmp_path / "again")
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "quark"
+
+
+@pytest.mark.usefixtures("fake_backend")
+def test_the_recorded_command_asks_for_the_same_again(mini: Path, tmp_path: Path) -> None:
+    asked = {"recipe": "moe-mtp", "targets": "sglang>=0.5.22", "form": "regex"}
+    keep = ["model.layers.2.mlp.experts.*", "model.layers.2.mlp.shared_experts.*"]
+    done = glmquant.quantize(mini, tmp_path / "out", keep=keep, **asked)
+    command = shlex.split(read_json(done.output / "glmquant.json")["command"])
+    assert command[:2] == ["glmquant", "quantize"]
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["plan", str(mini), *command[4:], "--json"]) == 0
+    again = json.loads(printed.getvalue())
+    assert again["exclude_entries"] == len(done.exclusions.entries)
+    assert again["bytes_out"] == done.plan.total_size
+    assert again["targets"] == ["sglang 0.5.22", "sglang 0.5.23"]
