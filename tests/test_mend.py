@@ -112,3 +112,10 @@ def test_diff_exits_1_on_a_difference_and_prints_json(
     assert main(["exclusions", "diff", str(empty), str(empty)]) == 1
     assert "Give a folder" in capsys.readouterr().err
     assert main(["exclusions", "one", "two"]) == 2
+
+
+def test_an_entry_that_no_engine_can_compile_is_named(published: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.txt"
+    broken.write_text("lm_head\nre:model.(layers\n")
+    with pytest.raises(glmquant.ExclusionError, match=r"entry 're:model\.\(layers' is not a valid regular expression"):
+        glmquant.diff_exclusions(published, broken)

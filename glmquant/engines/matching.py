@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from glmquant.errors import ExclusionError
+
 PackedModules = Mapping[str, Sequence[str]]
 
 
@@ -17,6 +19,18 @@ class Matcher(Protocol):
     """Answers whether a module is un-quantized; a text where the engine raises instead."""
 
     def ignored(self, prefix: str, is_container: bool) -> bool | str: ...
+
+
+def _patterns(entries: Iterable[str]) -> list[re.Pattern[str]]:
+    """The `re:` entries compiled; engines raise re.error here while they build the model."""
+    found = []
+    for entry in entries:
+        if entry.startswith("re:"):
+            try:
+                found.append(re.compile(entry[3:]))
+            except (re.error, RecursionError, OverflowError) as err:
+                raise ExclusionError(f"entry {entry!r} is not a valid regular expression: {err}") from err
+    return found
 
 
 class ShardMatcher:
@@ -37,7 +51,7 @@ class ShardMatcher:
     ) -> None:
         entries = list(dict.fromkeys(exclude))
         self._literals = {entry for entry in entries if not entry.startswith("re:")}
-        self._patterns = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+        self._patterns = _patterns(entries)
         self._containers = {
             entry[: found.end() - 1] for entry in self._literals for found in re.finditer(r"\.experts\.", entry)
         }
@@ -71,7 +85,7 @@ class AtomMatcher:
 
     def __init__(self, exclude: Iterable[str], shard_to_fused: Mapping[str, str]) -> None:
         entries = list(dict.fromkeys(_remap(entry, shard_to_fused) for entry in exclude))
-        self._patterns = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+        self._patterns = _patterns(entries)
         plain = [entry for entry in entries if not entry.startswith("re:")]
         self._globs = [entry for entry in plain if "*" in entry or "?" in entry]
         self._literals = {entry for entry in plain if not ("*" in entry or "?" in entry)}
