@@ -405,7 +405,7 @@ def _coverage_lines(report: Report) -> list[str]:
         text = f"{sum(n for n, verdict, _ in counts if verdict == 'ok'):5} modules ok"
         text += "".join(f", {n} {verdict} ({group})" for n, verdict, group in counts if verdict != "ok")
         legal = report.tensor_parallel.get(str(target))
-        text += f"; --tp {' '.join(map(str, legal))}" if legal else ""
+        text += f"; legal tensor-parallel sizes {', '.join(map(str, legal))}" if legal else ""
         if rows:
             groups.setdefault((target.engine, text), []).append(target)
     names = {key: span(targets) for key, targets in groups.items()}

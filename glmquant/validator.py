@@ -455,7 +455,10 @@ def _tensor_parallel(
     for target in targets if expected else ():
         aligned = rules_for(target.engine, target.release).get("moe_rank_multiple", 1)
         found[str(target)] = [
-            size for size in legal if not packed or type(width) is not int or width // size % aligned == 0
+            # a single rank reads from the beginning, padded or not
+            size
+            for size in legal
+            if size == 1 or not packed or type(width) is not int or width // size % aligned == 0
         ]
     return found
 

@@ -387,6 +387,7 @@ def test_sizes_that_tensor_parallelism_would_cut(tmp_path: Path) -> None:
     findings = [f for f in report.findings if f.code == "tensor-parallel"]
     assert {f.severity for f in findings} == {"warning"}
     assert report.tensor_parallel[VLLM] == [1, 2, 4] and "--tp 8" in findings[0].names
+    assert report.tensor_parallel[OLD] == [1]  # shares that are padded go wrong on all ranks but the first
 
 
 def test_other_schedule_mistakes(tmp_path: Path) -> None:
