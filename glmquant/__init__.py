@@ -12,6 +12,7 @@ from glmquant.errors import (
     RecipeError,
 )
 from glmquant.exclusions import ExclusionList
+from glmquant.findings import Finding, Report
 from glmquant.mend import Difference, Fix
 from glmquant.pipeline import (
     PlanResult,
@@ -25,7 +26,6 @@ from glmquant.pipeline import (
 )
 from glmquant.planner import Plan
 from glmquant.spelling import Entry
-from glmquant.validator import Finding, Report
 
 __all__ = [
     "BackendError",

@@ -15,9 +15,9 @@ from glmquant import pipeline
 from glmquant.engines.targets import DEFAULT_TARGETS, Target, span
 from glmquant.errors import GlmquantError
 from glmquant.exclusions import ExclusionList
+from glmquant.findings import JSON_VERSION, SEVERITIES, Report
 from glmquant.pipeline import PlanResult
 from glmquant.spelling import FORMS
-from glmquant.validator import JSON_VERSION, SEVERITIES, Report
 
 EPILOG = """\
 exit codes: 0 done, 1 a finding or an error, 2 wrong usage.

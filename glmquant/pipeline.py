@@ -20,13 +20,14 @@ from glmquant.checkpoint.writer import check_output, copy_file, create_folder, w
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
 from glmquant.errors import BackendError, CheckpointError, OutputError
 from glmquant.exclusions import ExclusionList, resolve
+from glmquant.findings import Report
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
 from glmquant.mxfp4.backend import Backend, CheckedBackend
 from glmquant.mxfp4.config import quantization_config
 from glmquant.planner import Plan, make_plan
 from glmquant.recipe import load_architecture, select_recipe
 from glmquant.streaming import Advance, Streamer, available_memory, default_workers
-from glmquant.validator import Report, validate_folder
+from glmquant.validator import validate_folder
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from glmquant.checkpoint.layout import expected_tensors
 from glmquant.engines.model import Verdict
 from glmquant.engines.targets import parse_targets
 from glmquant.exclusions import resolve
+from glmquant.findings import Finding, Report
 from glmquant.mxfp4.config import quantization_config
 from glmquant.recipe import load_architecture
-from glmquant.validator import Finding, Report, validate_folder
+from glmquant.validator import validate_folder
 
 GLM = json.loads((Path(__file__).parent / "data/glm-5.2/config.json").read_text())
 ARCHITECTURE = load_architecture("glm_moe_dsa")

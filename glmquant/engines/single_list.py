@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from glmquant.checkpoint.layers import Layers
@@ -19,7 +20,7 @@ from glmquant.engines.model import (
 )
 
 
-class SingleListEngine:
+class SingleListEngine(ABC):
     """Shared by engines that differ only in how an entry matches."""
 
     name: str
@@ -27,8 +28,9 @@ class SingleListEngine:
     def releases(self) -> Sequence[str]:
         return list(load_rules(self.name)["releases"])
 
+    @abstractmethod
     def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
-        raise NotImplementedError
+        """How this engine reads the list."""
 
     def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
         matcher = self.matcher(release, exclude, layers)

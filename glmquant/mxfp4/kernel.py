@@ -10,7 +10,7 @@ Why C, compiled for several instruction sets and picked at run time, without int
 Zen 4, [2048, 6144] bf16, in elements per second of CPU time, Quark's own calls make 0.03 G, torch.compile 0.17 G, numba
 0.6 G (plus a JIT at each start), plain SSE2 code 1.6 G, AVX2 and AVX-512 3.5 G; a memory copy makes 5.0 G. AVX-512
 intrinsics gave 4.9 G, but the disk is the limit by far. Without a compiler at install time numpy does the same, at
-0.2 G. scripts/bench_kernel.py measures most of these.
+0.2 G. `scripts/bench.py kernel` measures most of these.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from test_differential import random_entry
 from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.source import inspect
 from glmquant.engines.targets import Target
-from glmquant.validator import Report, validate_folder
+from glmquant.findings import Report
+from glmquant.validator import validate_folder
 
 pytestmark = pytest.mark.conformance
 

@@ -1,0 +1,472 @@
+#!/usr/bin/env python3
+"""How fast is glmquant, next to other tools and to what the disk allows?
+
+    python scripts/bench.py                                    # all tools, 3 rounds: an hour on two cores
+    python scripts/bench.py --tools glmquant,limit,quark:1     # some tools; TOOL:RUNS overrides --runs
+    python scripts/bench.py kernel                             # elements per second of one core, no files
+
+Makes a checkpoint with GLM-5.2's tensor shapes (5 GB: few layers and experts, small vocabulary) and has each tool write
+it as MXFP4, the same modules each, in turn (A B C, A B C, ...), so that a busy machine hurts all alike. Prints a
+Markdown table and stores it with every single run as JSON. Other tools are installed into .bench/ with pip.
+
+  limit            reads the input and writes as many bytes as glmquant does, with fsync, and does nothing else
+  glmquant         the fused kernel                      quark           Quark's direct_quantize_checkpoint
+  glmquant-quark   glmquant with --backend quark         llm-compressor  its model_free_ptq; auto-round: its model-free
+
+Seconds are those of the call that does the work, in a process of its own: no imports. glmquant and limit sync what they
+write; what the others leave to the system is not charged to them. Linux only; 15 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+# GLM-5.2's widths; its vocabulary, experts and layers would be 154880, 256 and 78.
+SIZES = {"hidden": 6144, "moe_intermediate": 2048, "intermediate": 12288, "vocab": 1024, "experts": 22, "layers": 3}
+# Tool -> packages of which the versions matter. A tool in PEERS runs in a venv of its own.
+TOOLS = {
+    "glmquant": ("glmquant", "numpy"),
+    "limit": (),
+    "glmquant-quark": ("glmquant", "amd-quark", "torch"),
+    "quark": ("amd-quark", "torch", "safetensors"),
+    "llm-compressor": ("llmcompressor", "compressed-tensors", "torch", "safetensors"),
+    "auto-round": ("auto-round", "torch", "safetensors"),
+}
+PEERS = {"llm-compressor": "llmcompressor==0.14.0.1", "auto-round": "auto-round==0.16.1"}
+REFERENCE = "glmquant"
+CHUNK = 8 * 1024 * 1024
+
+
+class NotMeasured(Exception):
+    """Why a tool has no numbers; shown in the table."""
+
+
+# ---- The parent: input, peers, runs -----------------------------------------------------------------------------
+
+
+def make_source(folder: Path) -> Path:
+    """The checkpoint to quantize, made once."""
+    if not folder.exists():
+        import glm_layout
+        from make_tiny_glm import SMALL, make_tiny_glm
+
+        print(f"making {folder} ...", file=sys.stderr)
+        published = json.loads(glm_layout.CONFIG.read_text())
+        unfinished = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_tiny_glm(unfinished, mtp=False, shards=4, overrides={key: published[key] for key in SMALL}, **SIZES)
+        unfinished.rename(folder)
+    return folder
+
+
+def interpreter(tool: str, work: Path) -> str:
+    """The Python that has the tool; installs it if need be."""
+    if tool not in PEERS:
+        return sys.executable
+    venv = work / tool
+    python, stamp = venv / "bin/python", venv / f".{PEERS[tool]}"
+    if not stamp.exists():
+        print(f"installing {PEERS[tool]} into {venv} ...", file=sys.stderr)
+        pip = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", PEERS[tool]]
+        for command in ([sys.executable, "-m", "venv", venv], pip):
+            if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+                raise NotMeasured(f"pip cannot install {PEERS[tool]}")
+        stamp.touch()
+    return str(python)
+
+
+def run_once(tool: str, python: str, job: Run, work: Path, *, cold: bool, timeout: float) -> Run:
+    """One run in a child process: what the child says of itself, and its memory as seen from here."""
+    out, log = work / "out", work / f"{tool}.log"
+    result = work / "out.json"
+    shutil.rmtree(out, ignore_errors=True)
+    result.unlink(missing_ok=True)
+    settle(Path(job["source"]), cold)
+    load, begun, peak, anonymous = os.getloadavg()[0], time.monotonic(), 0, 0
+    command = [python, __file__, "child", tool, job["source"], str(out)]
+    with open(log, "wb") as output, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output) as p:
+        assert p.stdin
+        p.stdin.write(json.dumps(job).encode())
+        p.stdin.close()
+        while p.poll() is None:
+            held = [memory(pid) for pid in tree(p.pid)]
+            peak, anonymous = max(peak, sum(m[0] for m in held)), max(anonymous, sum(m[1] for m in held))
+            if time.monotonic() - begun > timeout:
+                for pid in reversed(list(tree(p.pid))):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+                raise NotMeasured(f"stopped after {timeout:.0f} s")
+            time.sleep(0.01)
+    if p.returncode or not result.exists():
+        lines = log.read_text(errors="replace").split("\n")
+        raise NotMeasured(f"failed: {next((line for line in reversed(lines) if line.strip()), 'no message')[:200]}")
+    bytes_out = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    shutil.rmtree(out)
+    return json.loads(result.read_text()) | {
+        "process_seconds": time.monotonic() - begun,
+        "peak_rss": peak,
+        "anonymous": anonymous,
+        "bytes_out": bytes_out,
+        "load": load,
+    }
+
+
+def settle(source: Path, cold: bool) -> None:
+    """Nothing waits to be written, and the input is in the page cache (or is not)."""
+    os.sync()
+    for path in source.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            if cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while not cold and file.read(CHUNK):
+                pass
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants, parents first."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from tree(int(child))
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """The most a process has held so far, and what of it no file backs now."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0, 0
+    status = dict(line.split(":", 1) for line in lines)
+    peak, anonymous = (int(status.get(field, "0").split()[0]) * 1024 for field in ("VmHWM", "RssAnon"))
+    return peak, anonymous
+
+
+def bench(args: argparse.Namespace) -> Run:
+    import glmquant
+
+    work: Path = args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    source = args.source or make_source(work / "source")
+    planned = glmquant.plan(source, recipe=args.recipe).plan
+    job = {
+        "source": str(source),
+        "recipe": args.recipe,
+        "keep": [name for name, kind in planned.formats.items() if kind == "plain"],
+        "sizes": {shard.file: shard.file_size for shard in planned.shards},
+    }
+    runs: dict[str, list[Run | None]] = {tool: [] for tool in args.tools}
+    failed: dict[str, str] = {}
+    for number in range(max(args.tools.values())):
+        for tool, wanted in args.tools.items():
+            if number >= wanted or tool in failed:
+                continue
+            try:
+                python = interpreter(tool, work)
+                run = run_once(tool, python, job, work, cold=args.cold, timeout=args.timeout)
+            except NotMeasured as why:
+                failed[tool] = str(why)
+                print(f"{tool}: {why}", file=sys.stderr)
+            else:
+                runs[tool].append(run)
+                print(f"{tool}: {run['seconds']:.2f} s", file=sys.stderr)
+    shutil.rmtree(work / "out", ignore_errors=True)
+    (work / "out.json").unlink(missing_ok=True)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "machine": machine(),
+        "input": {
+            "bytes": sum(path.stat().st_size for path in source.glob("*.safetensors")),
+            "shards": len(planned.shards),
+            "quantized_weights": sum(kind == "mxfp4" for kind in planned.formats.values()),
+            "recipe": args.recipe,
+            "page_cache": "cold" if args.cold else "warm",
+        },
+        "runs": runs,
+        "not_measured": failed,
+    }
+
+
+def machine() -> Run:
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    total = next((int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": total,
+        "python": platform.python_version(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+# ---- The table --------------------------------------------------------------------------------------------------
+
+
+def table(result: Run) -> str:
+    """The result in Markdown: medians, and the least and the most in parentheses."""
+    host, data = result["machine"], result["input"]
+    lines = [
+        f"{result['date']}, {host['cores']} cores of {host['cpu']}; {data['bytes'] / 1e9:.2f} GB in {data['shards']} "
+        f"shards, {data['quantized_weights']} weights to MXFP4 (recipe `{data['recipe']}`), page cache "
+        f"{data['page_cache']}",
+        "",
+        f"| tool | runs | seconds | CPU s | MB/s in | time / {REFERENCE} | peak RSS | anonymous | GB out | load |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    reference = result["runs"].get(REFERENCE, [])
+    for tool, runs in result["runs"].items():
+        if tool in result["not_measured"] and not runs:
+            lines.append(f"| {tool} | 0 | not measured: {result['not_measured'][tool]} |" + " |" * 7)
+            continue
+        columns = {key: [run[key] for run in runs] for key in runs[0]}
+        # Each run is compared with the one of its own round.
+        ratios = [run["seconds"] / other["seconds"] for run, other in zip(runs, reference, strict=False)]
+        cells = [
+            tool,
+            str(len(runs)),
+            spread(columns["seconds"], 2),
+            spread(columns["cpu_seconds"], 1),
+            f"{data['bytes'] / statistics.median(columns['seconds']) / 1e6:,.0f}",
+            spread(ratios, 2),
+            f"{max(columns['peak_rss']) / 1e6:,.0f} MB",
+            f"{max(columns['anonymous']) / 1e6:,.0f} MB",
+            f"{statistics.median(columns['bytes_out']) / 1e9:.3f}",
+            spread(columns["load"], 1),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for tool, runs in result["runs"].items():
+        if runs and runs[0]["versions"]:
+            lines.append(f"{tool}: {', '.join(f'{name} {number}' for name, number in runs[0]['versions'].items())}  ")
+    return "\n".join(lines)
+
+
+def spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "-"
+    middle, least, most = (f"{v:.{digits}f}" for v in (statistics.median(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({least}-{most})"
+
+
+# ---- The child: one tool, once ----------------------------------------------------------------------------------
+
+
+def child(tool: str, out: Path) -> None:
+    """Do the work once and write <out>.json. What stdin holds is `job` of `bench`."""
+    job = json.load(sys.stdin)
+    begun = time.monotonic()
+    stage = prepare(tool, job, out)
+    ready, before = time.monotonic(), cpu_seconds()
+    stage()
+    done, after = time.monotonic(), cpu_seconds()
+    for path in out.rglob("*"):
+        with open(path, "rb") if path.is_file() else contextlib.nullcontext() as file:
+            if file:
+                os.fsync(file.fileno())
+    versions = {}
+    for package in TOOLS[tool]:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    found = {
+        "seconds": done - ready,
+        "cpu_seconds": after - before,
+        "import_seconds": ready - begun,
+        "sync_seconds": time.monotonic() - done,
+        "versions": versions,
+    }
+    out.with_suffix(".json").write_text(json.dumps(found))
+
+
+def prepare(tool: str, job: Run, out: Path) -> Callable[[], object]:
+    """Imports what the tool needs; the call that is left is what gets timed."""
+    source, keep = job["source"], job["keep"]
+    if tool == "limit":
+        return lambda: copy_bytes(Path(source), out, job["sizes"])
+    if tool in ("glmquant", "glmquant-quark"):
+        import glmquant
+
+        if tool == "glmquant-quark":
+            from glmquant.mxfp4.quark import QuarkBackend
+
+            QuarkBackend()  # imports Quark
+        backend = "fused" if tool == "glmquant" else "quark"
+        return lambda: glmquant.quantize(source, out, recipe=job["recipe"], backend=backend)
+    if tool == "quark":
+        from glmquant.mxfp4.quark import missing_compiler
+
+        missing_compiler()  # puts ninja on the PATH
+        from quark.torch import LLMTemplate, ModelQuantizer
+
+        config = LLMTemplate.get("glm_moe_dsa").get_config(scheme="mxfp4", exclude_layers=keep)
+        quantizer = ModelQuantizer(config)
+        return lambda: quantizer.direct_quantize_checkpoint(
+            pretrained_model_path=source, save_path=str(out), device="cpu"
+        )
+    if tool == "llm-compressor":
+        from llmcompressor import model_free_ptq
+
+        return lambda: model_free_ptq(source, out, scheme="MXFP4", ignore=keep, device="cpu")
+    from auto_round import AutoRound
+
+    # Plain rounding, as the others do; by default it searches for better scales.
+    plain = {"iters": 0, "disable_opt_rtn": True, "enable_torch_compile": False, "device_map": "cpu"}
+    rounder = AutoRound(source, scheme="MXFP4", model_free=True, ignore_layers=",".join(keep), **plain)
+    return lambda: rounder.quantize_and_save(str(out))
+
+
+def copy_bytes(source: Path, out: Path, sizes: dict[str, int]) -> None:
+    """Read all of every shard, write `sizes` bytes of it, sync; a shard per thread."""
+    out.mkdir(parents=True)
+
+    def copy(file: str) -> None:
+        left, buffer = sizes[file], memoryview(bytearray(CHUNK))
+        with open(source / file, "rb", buffering=0) as reader, open(out / file, "wb", buffering=0) as writer:
+            os.posix_fallocate(writer.fileno(), 0, left)
+            total, read = os.fstat(reader.fileno()).st_size, 0
+            while count := reader.readinto(buffer):
+                read += count
+                share = min(count, left - sizes[file] * (total - read) // total)
+                left -= writer.write(buffer[:share])
+            os.fsync(writer.fileno())
+            assert not left, f"{file}: {left} bytes not written"
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(copy, sizes))
+
+
+def cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+# ---- The kernel alone -------------------------------------------------------------------------------------------
+
+
+def bench_kernel(rounds: int, with_quark: bool) -> None:
+    """Elements per second on one thread: each kernel, a memory copy, and Quark's own calls, on one [2048, 6144] weight.
+
+    CPU time counts what the thread itself did; wall time also holds what other processes took.
+    """
+    import numpy as np
+    import torch
+
+    from glmquant.mxfp4 import kernel
+    from glmquant.mxfp4.quark import QuarkBackend
+
+    rows, columns = 2048, 6144
+    torch.set_num_threads(1)
+    weight = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    source = {
+        "BF16": weight.view(torch.int16).numpy(),
+        "F16": weight.half().numpy(),
+        "F32": weight.float().numpy(),
+    }
+    packed, scale = np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)
+    touched = np.zeros_like(source["BF16"])
+
+    def run(name: str, dtype: str) -> None:
+        os.environ[kernel.VARIABLE] = name
+        assert kernel.quantize_into(source[dtype].data, dtype, columns, packed.data, scale.data) == -1
+
+    jobs: dict[str, Callable[[], object]] = {"copy BF16": lambda: np.copyto(touched, source["BF16"])}
+    for dtype in source:
+        for name in kernel.available():
+            jobs[f"{name} {dtype}"] = lambda name=name, dtype=dtype: run(name, dtype)
+    if with_quark:
+        backend = QuarkBackend()
+        jobs["Quark BF16"] = lambda: backend._quantize(weight)
+
+    times: dict[str, list[tuple[float, float]]] = {job: [] for job in jobs}
+    for _ in range(rounds):
+        for job, call in jobs.items():
+            wall, cpu = time.perf_counter(), time.thread_time()
+            call()
+            times[job].append((time.perf_counter() - wall, time.thread_time() - cpu))
+
+    median = {job: [statistics.median(column) for column in zip(*both, strict=True)] for job, both in times.items()}
+    print(f"[{rows}, {columns}], 1 thread of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {rounds} rounds")
+    print(f"{'':14}{'G elements/s: wall':>20}{'CPU':>8}{'x Quark: wall':>16}{'CPU':>8}")
+    for job, both in median.items():
+        rates = [rows * columns / t / 1e9 for t in both]
+        line = f"{job:14}{rates[0]:20.3f}{rates[1]:8.3f}"
+        if with_quark:
+            line += "".join(
+                f"{slow / t:{w}.1f}" for slow, t, w in zip(median["Quark BF16"], both, (16, 8), strict=True)
+            )
+        print(line)
+
+
+# ---- Command line -----------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tools", default=",".join(TOOLS), metavar="TOOL[:RUNS],...", help="in this order; default: all")
+    add("--runs", type=int, default=3, metavar="N", help="runs of each tool (default 3)")
+    add("--timeout", type=float, default=float("inf"), metavar="S", help="a tool that takes longer is not measured")
+    add("--work", type=Path, default=ROOT / ".bench", metavar="FOLDER", help="input, outputs, venvs (default .bench)")
+    add("--source", type=Path, metavar="FOLDER", help="another input")
+    add("--recipe", default="moe", help="what to quantize (default moe)")
+    add("--cold", action="store_true", help="drop the input from the page cache before each run, not load it")
+    add("--json", type=Path, metavar="FILE", help="where to store the result (default: bench.json in --work)")
+    verbs = parser.add_subparsers(dest="verb", metavar="[kernel]")
+    kernel = verbs.add_parser("kernel", help="elements per second on one thread")
+    kernel.add_argument("--rounds", type=int, default=15)
+    kernel.add_argument("--no-quark", action="store_true", help="leave out Quark, whose import takes 15 s")
+    one = verbs.add_parser("child")  # for this script itself
+    one.add_argument("tool", choices=TOOLS)
+    one.add_argument("source", type=Path)
+    one.add_argument("out", type=Path)
+    args = parser.parse_args(argv)
+    words = [word.partition(":") for word in args.tools.split(",")]
+    if unknown := [tool for tool, _, _ in words if tool not in TOOLS]:
+        parser.error(f"unknown tool {unknown[0]!r}; known: {', '.join(TOOLS)}")
+    try:
+        args.tools = {tool: int(runs or args.runs) for tool, _, runs in words}
+    except ValueError:
+        parser.error("--tools: runs must be a number")
+    if min(args.tools.values()) < 1:
+        parser.error("at least one run of each tool")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.verb == "kernel":
+        bench_kernel(args.rounds, not args.no_quark)
+    elif args.verb == "child":
+        child(args.tool, args.out)
+    else:
+        result = bench(args)
+        text = table(result)
+        (args.json or args.work / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
