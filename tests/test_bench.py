@@ -1,0 +1,54 @@
+"""scripts/bench.py runs, on an input so small that its times say nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import glmquant
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts/bench.py"
+
+
+def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict, Path]:
+    work = tmp_path_factory.mktemp("bench")
+    done = run("--source", tiny, "--work", work, "--tools", "glmquant:2,limit:1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((work / "bench.json").read_text()), work
+
+
+def test_each_tool_is_run_as_often_as_asked_and_writes_what_was_planned(
+    measured: tuple[str, dict, Path], tiny: Path
+) -> None:
+    _, result, work = measured
+    assert {tool: len(runs) for tool, runs in result["runs"].items()} == {"glmquant": 2, "limit": 1}
+    assert result["not_measured"] == {}
+    planned = sum(shard.file_size for shard in glmquant.plan(tiny).plan.shards)
+    for one in (one for runs in result["runs"].values() for one in runs):
+        assert one["bytes_out"] == planned
+        assert min(one[key] for key in ("seconds", "cpu_seconds", "peak_rss", "anonymous")) > 0
+    assert not (work / "out").exists()
+
+
+def test_the_table_is_markdown_with_a_row_a_tool(measured: tuple[str, dict, Path]) -> None:
+    rows = [line for line in measured[0].splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {11}
+    assert [row.split("|")[1].strip() for row in rows] == ["tool", "---", "glmquant", "limit"]
+
+
+def test_a_tool_that_fails_or_takes_too_long_is_in_the_table_with_the_reason(tiny: Path, tmp_path: Path) -> None:
+    done = run("--source", tiny, "--work", tmp_path, "--tools", "limit", "--timeout", "0")
+    assert done.returncode == 0, done.stderr
+    assert "| limit | 0 | not measured: stopped after 0 s |" in done.stdout
+
+
+def test_an_unknown_tool_is_refused() -> None:
+    done = run("--tools", "glmquant,nonsense")
+    assert done.returncode == 2 and "unknown tool 'nonsense'" in done.stderr
