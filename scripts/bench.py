@@ -14,7 +14,8 @@ Markdown table and stores it with every single run as JSON. Other tools are inst
   glmquant-quark   glmquant with --backend quark         llm-compressor  its model_free_ptq; auto-round: its model-free
 
 Seconds are those of the call that does the work, in a process of its own: no imports. glmquant and limit sync what they
-write; what the others leave to the system is not charged to them. Linux only; 15 GB of disk.
+write; what the others leave to the system is not charged to them. `others` is how many cores everything else on the
+machine kept busy meanwhile, stolen time included. Linux only; 15 GB of disk.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TOOLS = {
 }
 PEERS = {"llm-compressor": "llmcompressor==0.14.0.1", "auto-round": "auto-round==0.16.1"}
 REFERENCE = "glmquant"
-CHUNK = 8 * 1024 * 1024
+CHUNK = 1024 * 1024  # stays in the second-level cache
 
 
 class NotMeasured(Exception):
@@ -85,8 +86,9 @@ def interpreter(tool: str, work: Path) -> str:
     python, stamp = venv / "bin/python", venv / f".{PEERS[tool]}"
     if not stamp.exists():
         print(f"installing {PEERS[tool]} into {venv} ...", file=sys.stderr)
-        pip = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", PEERS[tool]]
-        for command in ([sys.executable, "-m", "venv", venv], pip):
+        constraints = str(ROOT / "constraints.txt")
+        pip = [str(python), "-m", "pip", "install", "-q", "-c", constraints, PEERS[tool]]
+        for command in ([sys.executable, "-m", "venv", str(venv)], pip):
             if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
                 raise NotMeasured(f"pip cannot install {PEERS[tool]}")
         stamp.touch()
@@ -100,7 +102,7 @@ def run_once(tool: str, python: str, job: Run, work: Path, *, cold: bool, timeou
     shutil.rmtree(out, ignore_errors=True)
     result.unlink(missing_ok=True)
     settle(Path(job["source"]), cold)
-    load, begun, peak, anonymous = os.getloadavg()[0], time.monotonic(), 0, 0
+    begun, peak, anonymous = time.monotonic(), 0, 0
     command = [python, __file__, "child", tool, job["source"], str(out)]
     with open(log, "wb") as output, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output) as p:
         assert p.stdin
@@ -120,12 +122,12 @@ def run_once(tool: str, python: str, job: Run, work: Path, *, cold: bool, timeou
         raise NotMeasured(f"failed: {next((line for line in reversed(lines) if line.strip()), 'no message')[:200]}")
     bytes_out = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     shutil.rmtree(out)
-    return json.loads(result.read_text()) | {
+    found: Run = json.loads(result.read_text())
+    return found | {
         "process_seconds": time.monotonic() - begun,
         "peak_rss": peak,
         "anonymous": anonymous,
         "bytes_out": bytes_out,
-        "load": load,
     }
 
 
@@ -173,24 +175,7 @@ def bench(args: argparse.Namespace) -> Run:
         "keep": [name for name, kind in planned.formats.items() if kind == "plain"],
         "sizes": {shard.file: shard.file_size for shard in planned.shards},
     }
-    runs: dict[str, list[Run | None]] = {tool: [] for tool in args.tools}
-    failed: dict[str, str] = {}
-    for number in range(max(args.tools.values())):
-        for tool, wanted in args.tools.items():
-            if number >= wanted or tool in failed:
-                continue
-            try:
-                python = interpreter(tool, work)
-                run = run_once(tool, python, job, work, cold=args.cold, timeout=args.timeout)
-            except NotMeasured as why:
-                failed[tool] = str(why)
-                print(f"{tool}: {why}", file=sys.stderr)
-            else:
-                runs[tool].append(run)
-                print(f"{tool}: {run['seconds']:.2f} s", file=sys.stderr)
-    shutil.rmtree(work / "out", ignore_errors=True)
-    (work / "out.json").unlink(missing_ok=True)
-    return {
+    result: Run = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": machine(),
         "input": {
@@ -200,9 +185,26 @@ def bench(args: argparse.Namespace) -> Run:
             "recipe": args.recipe,
             "page_cache": "cold" if args.cold else "warm",
         },
-        "runs": runs,
-        "not_measured": failed,
+        "runs": {tool: [] for tool in args.tools},
+        "not_measured": {},
     }
+    for number in range(max(args.tools.values())):
+        for tool, wanted in args.tools.items():
+            if number >= wanted or tool in result["not_measured"]:
+                continue
+            try:
+                python = interpreter(tool, work)
+                run = run_once(tool, python, job, work, cold=args.cold, timeout=args.timeout)
+            except NotMeasured as why:
+                result["not_measured"][tool] = str(why)
+                print(f"{tool}: {why}", file=sys.stderr)
+            else:
+                result["runs"][tool].append(run)
+                print(f"{tool}: {run['seconds']:.2f} s", file=sys.stderr)
+            (args.json or work / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
+    shutil.rmtree(work / "out", ignore_errors=True)
+    (work / "out.json").unlink(missing_ok=True)
+    return result
 
 
 def machine() -> Run:
@@ -234,7 +236,7 @@ def table(result: Run) -> str:
         f"shards, {data['quantized_weights']} weights to MXFP4 (recipe `{data['recipe']}`), page cache "
         f"{data['page_cache']}",
         "",
-        f"| tool | runs | seconds | CPU s | MB/s in | time / {REFERENCE} | peak RSS | anonymous | GB out | load |",
+        f"| tool | runs | seconds | CPU s | MB/s in | time / {REFERENCE} | peak RSS | anonymous | GB out | others |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     reference = result["runs"].get(REFERENCE, [])
@@ -255,7 +257,7 @@ def table(result: Run) -> str:
             f"{max(columns['peak_rss']) / 1e6:,.0f} MB",
             f"{max(columns['anonymous']) / 1e6:,.0f} MB",
             f"{statistics.median(columns['bytes_out']) / 1e9:.3f}",
-            spread(columns["load"], 1),
+            spread(columns["others"], 1),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
@@ -280,9 +282,9 @@ def child(tool: str, out: Path) -> None:
     job = json.load(sys.stdin)
     begun = time.monotonic()
     stage = prepare(tool, job, out)
-    ready, before = time.monotonic(), cpu_seconds()
+    ready, before, busy = time.monotonic(), cpu_seconds(), busy_seconds()
     stage()
-    done, after = time.monotonic(), cpu_seconds()
+    done, used, busy = time.monotonic(), cpu_seconds() - before, busy_seconds() - busy
     for path in out.rglob("*"):
         with open(path, "rb") if path.is_file() else contextlib.nullcontext() as file:
             if file:
@@ -293,7 +295,8 @@ def child(tool: str, out: Path) -> None:
             versions[package] = version(package)
     found = {
         "seconds": done - ready,
-        "cpu_seconds": after - before,
+        "cpu_seconds": used,
+        "others": max(0.0, busy - used) / (done - ready),
         "import_seconds": ready - begun,
         "sync_seconds": time.monotonic() - done,
         "versions": versions,
@@ -359,8 +362,20 @@ def copy_bytes(source: Path, out: Path, sizes: dict[str, int]) -> None:
 
 
 def cpu_seconds() -> float:
+    """Of this process and its descendants, those that have ended included."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    found = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    for pid in list(tree(os.getpid()))[1:]:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def busy_seconds() -> float:
+    """Of all cores since the machine was started."""
+    user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- The kernel alone -------------------------------------------------------------------------------------------
@@ -462,10 +477,7 @@ def main() -> None:
     elif args.verb == "child":
         child(args.tool, args.out)
     else:
-        result = bench(args)
-        text = table(result)
-        (args.json or args.work / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
-        print(text)
+        print(table(bench(args)))
 
 
 if __name__ == "__main__":
