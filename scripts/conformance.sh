@@ -9,6 +9,8 @@ python=${PYTHON:-.venv/bin/python}
 if [[ ${1:-} == --quick ]]; then
   shift
   export GLMQUANT_CONFORMANCE_QUICK=1
+  # a sample of the verdict cases; the full run has them all
+  export GLMQUANT_VERDICT_STRIDE=${GLMQUANT_VERDICT_STRIDE:-10} GLMQUANT_VERDICT_CASES=${GLMQUANT_VERDICT_CASES:-25}
 fi
 # A registry out of reach is for the tests to report: they skip, and say what was not tested.
 "$python" tests/conformance/envs.py || echo "conformance: not every engine could be installed" >&2
