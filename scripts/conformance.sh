@@ -14,4 +14,4 @@ if [[ ${1:-} == --quick ]]; then
 fi
 # A registry out of reach is for the tests to report: they skip, and say what was not tested.
 "$python" tests/conformance/envs.py || echo "conformance: not every engine could be installed" >&2
-exec "$python" -m pytest -m conformance -rs tests/conformance "$@"
+exec "$python" -m pytest -m conformance -rsP tests/conformance "$@"
