@@ -156,6 +156,10 @@ class Streamer:
             slots.release()  # the main thread may be waiting to open the next shard
             raise
 
+    def _progress(self, count: int) -> None:
+        with self._lock:  # a progress bar counts with +=
+            self._advance(count)
+
     def _publish(self, shard: _Shard) -> None:
         shard.writer.publish(drop_pages=self._drop_behind)
         if self._drop_behind:
@@ -184,7 +188,7 @@ class Streamer:
             shard.writer.write(scale, scale_at)
             packed_at += len(packed)
             scale_at += len(scale)
-            self._advance(len(source))
+            self._progress(len(source))
 
     def _copy(self, shard: _Shard, piece: _Piece) -> None:
         tensor, to = piece.job.source, piece.job.outputs[0].start
@@ -195,7 +199,7 @@ class Streamer:
                 chunk = self._local.source[:count]
                 shard.reader.read_into(chunk, tensor.start + start)
                 shard.writer.write(chunk, to + start)
-            self._advance(count)
+            self._progress(count)
 
 
 def _cut(plan: ShardPlan) -> Iterator[_Piece]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast is glmquant, next to other tools and to what the disk allows?
 
-    python scripts/bench.py                                    # all tools, 3 rounds: an hour on two cores
+    python scripts/bench.py                                    # all tools, 3 rounds: 40 minutes on two cores
     python scripts/bench.py --tools glmquant,limit,quark:1     # some tools; TOOL:RUNS overrides --runs
     python scripts/bench.py kernel                             # elements per second of one core, no files
 
