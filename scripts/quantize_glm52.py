@@ -39,7 +39,7 @@ def main() -> int:
             args.output,
             recipe=args.recipe,
             targets=targets,
-            device=args.device,  # Quark's arithmetic; "cuda" also on ROCm
+            device=args.device,  # "cpu": the fused kernel, Quark's bits; "cuda" (ROCm too): Quark itself
             base_model="zai-org/GLM-5.2",
             progress=True,
         )

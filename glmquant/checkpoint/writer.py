@@ -85,16 +85,10 @@ class ShardWriter:
             self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as err:
             raise _output_error(self.path, err) from err
-        try:
+        with self._or_discard():
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, self._size)
             self.write(self._header, 0)
-        except OSError as err:
-            self.discard()
-            raise _output_error(self.path, err) from err
-        except BaseException:
-            self.discard()
-            raise
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at an absolute file offset; each byte of the file is to be written once.
@@ -142,7 +136,7 @@ class ShardWriter:
         Raises:
             OutputError: bytes are missing, or the system refused; the temporary file is removed.
         """
-        try:
+        with self._or_discard():
             if self._written != self._size:
                 raise OutputError(f"{self.path.name}: {self._written} bytes written, {self._size} planned")
             os.fsync(self._fd)
@@ -152,12 +146,6 @@ class ShardWriter:
             self._fd = -1
             os.rename(self._temporary, self.path)
             sync_folder(self.path.parent)
-        except OSError as err:
-            self.discard()
-            raise _output_error(self.path, err) from err
-        except BaseException:
-            self.discard()
-            raise
 
     def discard(self) -> None:
         """Close and remove the temporary file; harmless after `publish`."""
@@ -177,6 +165,18 @@ class ShardWriter:
             self.publish()
         else:
             self.discard()
+
+    @contextmanager
+    def _or_discard(self) -> Iterator[None]:
+        """Remove the temporary file on any exception; what the system refuses becomes an OutputError."""
+        try:
+            yield
+        except OSError as err:
+            self.discard()
+            raise _output_error(self.path, err) from err
+        except BaseException:
+            self.discard()
+            raise
 
     def _count(self, done: int) -> None:
         with self._lock:
