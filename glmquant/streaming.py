@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 COPY_CHUNK = 8 * 1024 * 1024
 COPY_PIECE = 32 * COPY_CHUNK
+AHEAD = 24 * 1024 * 1024
+"""Bytes after a piece that are asked for when it begins: about one expert weight of GLM-5.2."""
 
 Advance = Callable[[int], object]
 
@@ -144,6 +146,7 @@ class Streamer:
         if self._stop.is_set():
             return
         try:
+            shard.reader.will_need(piece.job.source.start + piece.start + piece.length, AHEAD)
             if piece.job.quantized:
                 self._quantize(shard, piece.job)
             else:
@@ -189,6 +192,8 @@ class Streamer:
             packed_at += len(packed)
             scale_at += len(scale)
             self._progress(len(source))
+        for out in job.outputs:
+            shard.writer.start_writeback(out.start, out.end)
 
     def _copy(self, shard: _Shard, piece: _Piece) -> None:
         tensor, to = piece.job.source, piece.job.outputs[0].start
@@ -199,6 +204,7 @@ class Streamer:
                 chunk = self._local.source[:count]
                 shard.reader.read_into(chunk, tensor.start + start)
                 shard.writer.write(chunk, to + start)
+            shard.writer.start_writeback(to + start, to + start + count)
             self._progress(count)
 
 

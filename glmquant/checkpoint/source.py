@@ -23,6 +23,8 @@ SUFFIX = ".safetensors"
 # An index of GLM-5.2 is 5.4 MB; far beyond that is not an index.
 MAX_JSON_BYTES = 512 * 1024 * 1024
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# Linux cuts a longer request to the larger of the device's request size and its read-ahead (mm/readahead.c).
+_READ_AHEAD = 512 * 1024
 # Tool bookkeeping, not part of a checkpoint.
 _SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
 
@@ -324,6 +326,12 @@ class ShardReader:
         """Tell the system that this file will not be read again soon."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def will_need(self, offset: int, length: int) -> None:
+        """Have the system begin to read these bytes."""
+        if hasattr(os, "posix_fadvise"):
+            for start in range(offset, offset + length, _READ_AHEAD):
+                os.posix_fadvise(self.fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from an absolute offset.
