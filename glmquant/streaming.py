@@ -24,8 +24,9 @@ from glmquant.planner import BLOCK, ShardPlan, TensorJob
 
 logger = logging.getLogger(__name__)
 
-COPY_CHUNK = 8 * 1024 * 1024
-COPY_PIECE = 32 * COPY_CHUNK
+COPY_CHUNK = 1024 * 1024
+"""Stays in the second-level cache: faster than 4 MB, and than copy_file_range, which moves pages one by one (ext4)."""
+COPY_PIECE = 256 * COPY_CHUNK
 AHEAD = 24 * 1024 * 1024
 """Bytes after a piece that are asked for when it begins: about one expert weight of GLM-5.2."""
 
@@ -199,11 +200,10 @@ class Streamer:
         tensor, to = piece.job.source, piece.job.outputs[0].start
         for start in range(piece.start, piece.start + piece.length, COPY_CHUNK):
             count = min(COPY_CHUNK, piece.start + piece.length - start)
-            if not shard.writer.copy_from(shard.reader, tensor.start + start, to + start, count):
-                self._local.source = _at_least(self._local.source, count)
-                chunk = self._local.source[:count]
-                shard.reader.read_into(chunk, tensor.start + start)
-                shard.writer.write(chunk, to + start)
+            self._local.source = _at_least(self._local.source, count)
+            chunk = self._local.source[:count]
+            shard.reader.read_into(chunk, tensor.start + start)
+            shard.writer.write(chunk, to + start)
             shard.writer.start_writeback(to + start, to + start + count)
             self._progress(count)
 

@@ -41,16 +41,6 @@ def test_any_cut_on_any_number_of_threads_writes_the_same_bytes(
     assert shards(out) == expected
 
 
-def test_without_a_copy_inside_the_kernel_the_bytes_are_the_same(
-    tiny: Path, tmp_path: Path, expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(writer.errno.EXDEV, "other file system")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    assert shards(glmquant.quantize(tiny, tmp_path / "out").output) == expected
-
-
 def test_quark_on_two_devices_writes_the_same_bytes(tiny: Path, tmp_path: Path, expected) -> None:
     result = glmquant.quantize(tiny, tmp_path / "out", backend="quark", device="cpu,cpu")
     assert shards(result.output) == expected

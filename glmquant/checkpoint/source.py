@@ -346,8 +346,6 @@ class ShardReader:
             except OSError as err:
                 raise CheckpointError(f"{self.file}: read failed at byte {offset + done}: {err.strerror}") from err
             if not count:
-                raise self.ended(offset + done, len(buffer) - done)
+                missing = len(buffer) - done
+                raise CheckpointError(f"{self.file}: ends at byte {offset + done}, {missing} more expected")
             done += count
-
-    def ended(self, offset: int, missing: int) -> CheckpointError:
-        return CheckpointError(f"{self.file}: ends at byte {offset}, {missing} more expected")

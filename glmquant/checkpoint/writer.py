@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from glmquant.checkpoint.source import ShardReader
 from glmquant.errors import OutputError
 
 TEMPORARY = ".partial"
@@ -106,28 +105,6 @@ class ShardWriter:
                 raise _output_error(self.path, err) from err
         self._count(done)
 
-    def copy_from(self, reader: ShardReader, start: int, offset: int, length: int) -> bool:
-        """Copy source bytes inside the kernel; False if it can't between these files (nothing is counted then).
-
-        Raises:
-            CheckpointError, OutputError: the source ends early, or the system refused.
-        """
-        if not hasattr(os, "copy_file_range"):
-            return False
-        done = 0
-        while done < length:
-            try:
-                count = os.copy_file_range(reader.fd, self._fd, length - done, start + done, offset + done)
-            except OSError as err:
-                if not done and err.errno in _NO_KERNEL_COPY:
-                    return False
-                raise _output_error(self.path, err, f" from {reader.file} at byte {start + done}") from err
-            if not count:
-                raise reader.ended(start + done, length - done)
-            done += count
-        self._count(done)
-        return True
-
     def start_writeback(self, start: int, end: int) -> None:
         """Have the system begin to write these bytes to the disk, so that the sync at the end has little left to do."""
         if _sync_file_range:
@@ -195,9 +172,6 @@ if _sync_file_range:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2
 
-# The file systems can't copy between each other, or the kernel is too old.
-_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
@@ -244,9 +218,9 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _output_error(path: Path, err: OSError, doing: str = "") -> OutputError:
+def _output_error(path: Path, err: OSError) -> OutputError:
     full = err.errno in (errno.ENOSPC, errno.EDQUOT)
     return OutputError(
-        f"{path.name}: cannot be written{doing}: {err.strerror or err}",
+        f"{path.name}: cannot be written: {err.strerror or err}",
         "Free space on the disk of the output." if full else "",
     )
