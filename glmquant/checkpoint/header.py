@@ -162,11 +162,14 @@ def read_header(path: Path) -> ShardHeader:
 _DOWNLOAD = "The download is incomplete: fetch this file again."
 
 
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
 def _tensor(file: str, name: str, spec: Any, data_start: int) -> TensorInfo:
     def bad(what: str) -> CheckpointError:
         return CheckpointError(f"{file}: tensor {name!r}: {what}")
 
-    if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(spec, dict) or spec.keys() != _FIELDS:
         raise bad("header entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:

@@ -239,13 +239,14 @@ def compare(
         for projection, kind in parts
         if kind != built and kind in ("plain", "mxfp4")  # other dtypes are no matter of the list
     }
-    verdict, text = worst((consequence(name, release, key) for key in sorted(wrong)), default=(Verdict.OK, ""))
+    verdict, text = Verdict.OK, ""
+    if wrong:
+        verdict, text = max((consequence(name, release, key) for key in sorted(wrong)), key=_severity)
     return ModuleVerdict(module.role, module.prefix, verdict, text, module.parts)
 
 
-def worst(found: Iterable[tuple[Verdict, str]], default: tuple[Verdict, str]) -> tuple[Verdict, str]:
-    order = list(Verdict)
-    return max(found, key=lambda item: order.index(item[0]), default=default)
+def _severity(found: tuple[Verdict, str]) -> int:
+    return list(Verdict).index(found[0])
 
 
 def never_quantized(name: str, release: str, stored: Stored) -> list[ModuleVerdict]:
