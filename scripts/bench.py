@@ -3,7 +3,9 @@
 
     python scripts/bench.py                                    # all tools, 3 rounds: 40 minutes on two cores
     python scripts/bench.py --tools glmquant,limit,quark:1     # some tools; TOOL:RUNS overrides --runs
-    python scripts/bench.py kernel                             # elements per second of one core, no files
+    python scripts/bench.py growth                             # 1, 2, 4, 8 GB: is the cost a line?
+    python scripts/bench.py scaling                            # 1 to n threads: whole job and limit
+    python scripts/bench.py kernel                             # elements per second on 1 to n threads, no files
 
 Makes a checkpoint with GLM-5.2's tensor shapes (5 GB: few layers and experts, small vocabulary) and has each tool write
 it as MXFP4, the same modules each, in turn (A B C, A B C, ...), so that a busy machine hurts all alike. Prints a
@@ -55,6 +57,8 @@ TOOLS = {
 }
 PEERS = {"llm-compressor": "llmcompressor==0.14.0.1", "auto-round": "auto-round==0.16.1"}
 REFERENCE = "glmquant"
+# GB -> experts of the one MoE layer that make a source of about that size, nearly all of it experts, as GLM-5.2 is.
+GROWTH = {1: 2, 2: 15, 4: 42, 8: 95}
 CHUNK = 1024 * 1024  # stays in the second-level cache
 
 
@@ -65,8 +69,8 @@ class NotMeasured(Exception):
 # ---- The parent: input, peers, runs -----------------------------------------------------------------------------
 
 
-def make_source(folder: Path) -> Path:
-    """The checkpoint to quantize, made once."""
+def make_source(folder: Path, shards: int = 4, **sizes: int) -> Path:
+    """The checkpoint to quantize, made once. `sizes` replace those of SIZES."""
     if not folder.exists():
         import glm_layout
         from make_tiny_glm import SMALL, make_tiny_glm
@@ -75,7 +79,10 @@ def make_source(folder: Path) -> Path:
         published = json.loads(glm_layout.CONFIG.read_text())
         unfinished = folder.with_name(folder.name + ".partial")
         shutil.rmtree(unfinished, ignore_errors=True)
-        make_tiny_glm(unfinished, mtp=False, shards=4, overrides={key: published[key] for key in SMALL}, **SIZES)
+        sizes = SIZES | sizes
+        overrides = {key: published[key] for key in (*SMALL, "num_experts_per_tok")}
+        overrides["num_experts_per_tok"] = min(overrides["num_experts_per_tok"], sizes["experts"])
+        make_tiny_glm(unfinished, mtp=False, shards=shards, overrides=overrides, **sizes)
         unfinished.rename(folder)
     return folder
 
@@ -164,26 +171,32 @@ def memory(pid: int) -> tuple[int, int]:
     return peak, anonymous
 
 
-def bench(args: argparse.Namespace) -> Run:
+def make_job(source: Path, recipe: str, workers: int) -> Run:
+    """What a child is told."""
     import glmquant
 
-    work: Path = args.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    source = args.source or make_source(work / "source")
-    planned = glmquant.plan(source, recipe=args.recipe).plan
-    job = {
+    planned = glmquant.plan(source, recipe=recipe).plan
+    return {
         "source": str(source),
-        "recipe": args.recipe,
+        "recipe": recipe,
+        "workers": workers,
+        "bytes": sum(path.stat().st_size for path in source.glob("*.safetensors")),
         "keep": [name for name, kind in planned.formats.items() if kind == "plain"],
         "sizes": {shard.file: shard.file_size for shard in planned.shards},
+        "quantized": sum(kind == "mxfp4" for kind in planned.formats.values()),
     }
+
+
+def bench(args: argparse.Namespace) -> Run:
+    work: Path = args.work
+    job = make_job(args.source or make_source(work / "source"), args.recipe, machine()["cores"])
     result: Run = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": machine(),
         "input": {
-            "bytes": sum(path.stat().st_size for path in source.glob("*.safetensors")),
-            "shards": len(planned.shards),
-            "quantized_weights": sum(kind == "mxfp4" for kind in planned.formats.values()),
+            "bytes": job["bytes"],
+            "shards": len(job["sizes"]),
+            "quantized_weights": job["quantized"],
             "recipe": args.recipe,
             "page_cache": "cold" if args.cold else "warm",
         },
@@ -207,6 +220,59 @@ def bench(args: argparse.Namespace) -> Run:
     shutil.rmtree(work / "out", ignore_errors=True)
     (work / "out.json").unlink(missing_ok=True)
     return result
+
+
+def growth(args: argparse.Namespace) -> str:
+    """The whole job on sources of growing size, and how far each is from the line through all."""
+    work: Path = args.work
+    cores = machine()["cores"]
+    jobs = [
+        make_job(make_source(work / f"source-{gb}", gb, layers=2, experts=experts), args.recipe, cores)
+        for gb, experts in GROWTH.items()
+        if gb <= args.most
+    ]
+    runs: list[list[Run]] = [[] for _ in jobs]
+    for _ in range(args.runs):
+        for found, job in zip(runs, jobs, strict=True):
+            found.append(run_once(REFERENCE, sys.executable, job, work, cold=args.cold, timeout=args.timeout))
+            print(f"{job['bytes'] / 1e9:.2f} GB: {found[-1]['seconds']:.2f} s", file=sys.stderr)
+    sizes = [job["bytes"] / 1e9 for job in jobs]
+    seconds = [[run["seconds"] for run in found] for found in runs]
+    medians = [statistics.median(column) for column in seconds]
+    slope, start = statistics.linear_regression(sizes, medians)
+    lines = [title(), "", "| GB in | seconds | line | off | anonymous |", "|--:|--:|--:|--:|--:|"]
+    for size, column, middle, found in zip(sizes, seconds, medians, runs, strict=True):
+        line = start + slope * size
+        held = max(run["anonymous"] for run in found) / 1e6
+        lines.append(f"| {size:.2f} | {spread(column, 2)} | {line:.2f} | {middle / line - 1:+.1%} | {held:,.0f} MB |")
+    return "\n".join([*lines, "", f"seconds = {start:.2f} + {slope:.3f} x GB"])
+
+
+def scaling(args: argparse.Namespace) -> str:
+    """The whole job and the limit on 1 to n threads."""
+    work: Path = args.work
+    cores = machine()["cores"]
+    source = args.source or make_source(work / "source")
+    steps = [2**power for power in range(cores.bit_length()) if 2**power < cores] + [cores]
+    tools = [(tool, make_job(source, args.recipe, count)) for count in steps for tool in (REFERENCE, "limit")]
+    runs: list[list[Run]] = [[] for _ in tools]
+    for _ in range(args.runs):
+        for found, (tool, job) in zip(runs, tools, strict=True):
+            found.append(run_once(tool, sys.executable, job, work, cold=args.cold, timeout=args.timeout))
+            print(f"{tool}, {job['workers']} threads: {found[-1]['seconds']:.2f} s", file=sys.stderr)
+    lines = [title(), "", "| tool | threads | seconds | CPU s | times faster than 1 |", "|---|--:|--:|--:|--:|"]
+    for (tool, job), found in zip(tools, runs, strict=True):
+        alone = next(r for (t, _), r in zip(tools, runs, strict=True) if t == tool)
+        ratios = [one["seconds"] / run["seconds"] for one, run in zip(alone, found, strict=True)]
+        cells = [tool, str(job["workers"]), spread([run["seconds"] for run in found], 2)]
+        cells += [spread([run["cpu_seconds"] for run in found], 1), spread(ratios, 2)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def title() -> str:
+    host = machine()
+    return f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {host['cores']} cores of {host['cpu']}"
 
 
 def machine() -> Run:
@@ -310,7 +376,7 @@ def prepare(tool: str, job: Run, out: Path) -> Callable[[], object]:
     """Imports what the tool needs; the call that is left is what gets timed."""
     source, keep = job["source"], job["keep"]
     if tool == "limit":
-        return lambda: copy_bytes(Path(source), out, job["sizes"])
+        return lambda: copy_bytes(Path(source), out, job["sizes"], job["workers"])
     if tool in ("glmquant", "glmquant-quark"):
         import glmquant
 
@@ -319,7 +385,8 @@ def prepare(tool: str, job: Run, out: Path) -> Callable[[], object]:
 
             QuarkBackend()  # imports Quark
         backend = "fused" if tool == "glmquant" else "quark"
-        return lambda: glmquant.quantize(source, out, recipe=job["recipe"], backend=backend)
+        options = {"recipe": job["recipe"], "workers": job["workers"], "backend": backend}
+        return lambda: glmquant.quantize(source, out, **options)
     if tool == "quark":
         from glmquant.mxfp4.quark import missing_compiler
 
@@ -343,7 +410,7 @@ def prepare(tool: str, job: Run, out: Path) -> Callable[[], object]:
     return lambda: rounder.quantize_and_save(str(out))
 
 
-def copy_bytes(source: Path, out: Path, sizes: dict[str, int]) -> None:
+def copy_bytes(source: Path, out: Path, sizes: dict[str, int], cores: int) -> None:
     """Read all of every shard, write `sizes` bytes of it, sync; two shards a core at once, so that syncs overlap.
 
     What is written is sent to the disk at once, as glmquant does: a quarter faster than to leave it to the sync.
@@ -366,7 +433,7 @@ def copy_bytes(source: Path, out: Path, sizes: dict[str, int]) -> None:
             os.fsync(writer.fileno())
             assert not left, f"{file}: {left} bytes not written"
 
-    with ThreadPoolExecutor(2 * len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(2 * cores if cores > 1 else 1) as pool:
         list(pool.map(copy, sizes))
 
 
@@ -391,9 +458,9 @@ def busy_seconds() -> float:
 
 
 def bench_kernel(rounds: int, with_quark: bool) -> None:
-    """Elements per second on one thread: each kernel, a memory copy, and Quark's own calls, on one [2048, 6144] weight.
+    """Elements per second: each kernel, a memory copy, and Quark's own calls, on a [2048, 6144] weight a thread.
 
-    CPU time counts what the thread itself did; wall time also holds what other processes took.
+    CPU time counts what the threads themselves did; wall time also holds what other processes took.
     """
     import numpy as np
     import torch
@@ -402,46 +469,56 @@ def bench_kernel(rounds: int, with_quark: bool) -> None:
     from glmquant.mxfp4.quark import QuarkBackend
 
     rows, columns = 2048, 6144
+    cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(1)
     weight = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    source = {
+    values = {
         "BF16": weight.view(torch.int16).numpy(),
         "F16": weight.half().numpy(),
         "F32": weight.float().numpy(),
     }
-    packed, scale = np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)
-    touched = np.zeros_like(source["BF16"])
+    sources = {dtype: [array.copy() for _ in range(cores)] for dtype, array in values.items()}
+    outputs = [
+        (np.zeros((rows, columns // 2), np.uint8), np.zeros((rows, columns // 32), np.uint8)) for _ in range(cores)
+    ]
+    touched = [np.zeros_like(values["BF16"]) for _ in range(cores)]
 
-    def run(name: str, dtype: str) -> None:
+    def run(name: str, dtype: str, thread: int) -> None:
         os.environ[kernel.VARIABLE] = name
-        assert kernel.quantize_into(source[dtype].data, dtype, columns, packed.data, scale.data) == -1
+        packed, scale = outputs[thread]
+        source = sources[dtype][thread]
+        assert kernel.quantize_into(source.data, dtype, columns, packed.data, scale.data) == -1
 
-    jobs: dict[str, Callable[[], object]] = {"copy BF16": lambda: np.copyto(touched, source["BF16"])}
-    for dtype in source:
-        for name in kernel.available():
-            jobs[f"{name} {dtype}"] = partial(run, name, dtype)
+    def copy(thread: int) -> None:
+        np.copyto(touched[thread], sources["BF16"][thread])
+
+    best = kernel.available()[0]
+    jobs: dict[tuple[str, int], Callable[[int], object]] = {("copy BF16", 1): copy}
+    for dtype in sources:
+        jobs |= {(f"{name} {dtype}", 1): partial(run, name, dtype) for name in kernel.available()}
+    for count in range(2, cores + 1):
+        jobs |= {("copy BF16", count): copy, (f"{best} BF16", count): partial(run, best, "BF16")}
     if with_quark:
         backend = QuarkBackend()
-        jobs["Quark BF16"] = lambda: backend._quantize(weight)
+        jobs["Quark BF16", 1] = lambda _: backend._quantize(weight)
 
-    times: dict[str, list[tuple[float, float]]] = {job: [] for job in jobs}
-    for _ in range(rounds):
-        for job, call in jobs.items():
-            wall, cpu = time.perf_counter(), time.thread_time()
-            call()
-            times[job].append((time.perf_counter() - wall, time.thread_time() - cpu))
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {job: [] for job in jobs}
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(rounds):
+            for job, call in jobs.items():
+                wall, cpu = time.perf_counter(), time.process_time()
+                list(pool.map(call, range(job[1])))
+                times[job].append((time.perf_counter() - wall, time.process_time() - cpu))
 
     median = {job: [statistics.median(column) for column in zip(*both, strict=True)] for job, both in times.items()}
-    print(f"[{rows}, {columns}], 1 thread of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {rounds} rounds")
-    print(f"{'':14}{'G elements/s: wall':>20}{'CPU':>8}{'x Quark: wall':>16}{'CPU':>8}")
-    for job, both in median.items():
-        rates = [rows * columns / t / 1e9 for t in both]
-        line = f"{job:14}{rates[0]:20.3f}{rates[1]:8.3f}"
-        if with_quark:
-            line += "".join(
-                f"{slow / t:{w}.1f}" for slow, t, w in zip(median["Quark BF16"], both, (16, 8), strict=True)
-            )
-        print(line)
+    print(f"[{rows}, {columns}] a thread, {title()}, load {os.getloadavg()[0]:.1f}, {rounds} rounds")
+    print(f"{'':14}{'threads':>8}{'G elements/s':>14}{'per CPU s':>11}{'x 1 thread':>12}{'x Quark':>9}")
+    for (name, count), (wall, cpu) in median.items():
+        line = (
+            f"{name:14}{count:8}{count * rows * columns / wall / 1e9:14.3f}{count * rows * columns / cpu / 1e9:11.3f}"
+        )
+        line += f"{count * median[name, 1][0] / wall:12.2f}"
+        print(line + (f"{count * median['Quark BF16', 1][0] / wall:9.1f}" if with_quark else ""))
 
 
 # ---- Command line -----------------------------------------------------------------------------------------------
@@ -458,8 +535,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--recipe", default="moe", help="what to quantize (default moe)")
     add("--cold", action="store_true", help="drop the input from the page cache before each run, not load it")
     add("--json", type=Path, metavar="FILE", help="where to store the result (default: bench.json in --work)")
-    verbs = parser.add_subparsers(dest="verb", metavar="[kernel]")
-    kernel = verbs.add_parser("kernel", help="elements per second on one thread")
+    verbs = parser.add_subparsers(dest="verb", metavar="[growth | scaling | kernel]")
+    line = verbs.add_parser("growth", help="the whole job on 1, 2, 4 and 8 GB")
+    line.add_argument("--most", type=int, default=8, metavar="GB", help="the largest source")
+    verbs.add_parser("scaling", help="the whole job and the limit on 1 to n threads")
+    kernel = verbs.add_parser("kernel", help="elements per second on 1 to n threads")
     kernel.add_argument("--rounds", type=int, default=15)
     kernel.add_argument("--no-quark", action="store_true", help="leave out Quark, whose import takes 15 s")
     one = verbs.add_parser("child")  # for this script itself
@@ -486,7 +566,9 @@ def main() -> None:
     elif args.verb == "child":
         child(args.tool, args.out)
     else:
-        print(table(bench(args)))
+        args.work = args.work.resolve()
+        args.work.mkdir(parents=True, exist_ok=True)
+        print({"growth": growth, "scaling": scaling}.get(args.verb, lambda args: table(bench(args)))(args))
 
 
 if __name__ == "__main__":

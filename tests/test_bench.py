@@ -1,5 +1,6 @@
 """scripts/bench.py runs, on an input so small that its times say nothing."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -52,3 +53,25 @@ def test_a_tool_that_fails_or_takes_too_long_is_in_the_table_with_the_reason(tin
 def test_an_unknown_tool_is_refused() -> None:
     done = run("--tools", "glmquant,nonsense")
     assert done.returncode == 2 and "unknown tool 'nonsense'" in done.stderr
+
+
+def test_growth_and_scaling_run_the_whole_job_at_each_size_and_number_of_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    spec = importlib.util.spec_from_file_location("bench", SCRIPT)
+    assert spec and spec.loader
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    small = {"hidden": 256, "moe_intermediate": 64, "intermediate": 64, "vocab": 512, "experts": 8, "layers": 2}
+    monkeypatch.setattr(bench, "SIZES", small)
+    monkeypatch.setattr(bench, "GROWTH", {1: 4, 2: 8, 3: 16})
+    for verb in (["growth", "--most", "2"], ["scaling"]):
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--work", str(tmp_path), "--runs", "1", *verb])
+        bench.main()
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line.split("|") for line in printed if line.startswith("| ")]
+    assert any(line.startswith("seconds = ") and line.endswith(" x GB") for line in printed)
+    assert rows[0][1].strip() == "GB in" and 0 < float(rows[1][1]) < float(rows[2][1]) + 0.01
+    assert {row[1].strip() for row in rows[4:]} == {"glmquant", "limit"}
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"source", "source-1", "source-2"}
