@@ -1,6 +1,6 @@
 """glmquant: bf16 GLM-5.2 checkpoints to MXFP4 with AMD Quark's numbers, loadable by every engine version you name.
 
-The four verbs of the command line as functions; importing this package imports neither torch nor quark.
+The verbs of the command line as functions; importing this package imports neither torch nor quark.
 """
 
 from glmquant.errors import (
@@ -23,9 +23,11 @@ from glmquant.pipeline import (
     quantize,
     resolve_exclusions,
     validate,
+    verify,
 )
 from glmquant.planner import Plan
 from glmquant.spelling import Entry
+from glmquant.verifier import Verification
 
 __all__ = [
     "BackendError",
@@ -43,10 +45,12 @@ __all__ = [
     "QuantizeResult",
     "RecipeError",
     "Report",
+    "Verification",
     "diff_exclusions",
     "fix_exclusions",
     "plan",
     "quantize",
     "resolve_exclusions",
     "validate",
+    "verify",
 ]

@@ -8,20 +8,24 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from glmquant import pipeline
+from glmquant.checkpoint.source import unfinished
 from glmquant.engines.targets import DEFAULT_TARGETS, Target, span
 from glmquant.errors import GlmquantError
 from glmquant.exclusions import ExclusionList
 from glmquant.findings import JSON_VERSION, SEVERITIES, Report
+from glmquant.mxfp4.choose import BACKENDS
 from glmquant.pipeline import PlanResult
 from glmquant.spelling import FORMS
 
 EPILOG = """\
-exit codes: 0 done, 1 a finding or an error, 2 wrong usage.
+exit codes: 0 done, 1 a finding or an error, 2 wrong usage, 130 or 143 interrupted.
 examples:
   glmquant plan ./GLM-5.2                              what would be written, to the byte
   glmquant quantize ./GLM-5.2 ./GLM-5.2-MXFP4          do it, on the CPU
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    signals = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -50,6 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # e.g. piped into head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except _Interrupted as stop:
+        command = unfinished(Path(args.output)) if hasattr(args, "output") else ""
+        print("glmquant: interrupted" + (f"\n  Continue with: {command}" if command else ""), file=sys.stderr)
+        return 128 + stop.number
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+
+
+class _Interrupted(KeyboardInterrupt):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    """The first signal stops the run in order, the second at once; either way it can be continued."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: os._exit(128 + number))
+    raise _Interrupted(number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,13 +97,13 @@ def _parser() -> argparse.ArgumentParser:
 
     quantize = _verb(verbs, "quantize", _quantize, "write an MXFP4 checkpoint, then validate it")
     quantize.add_argument("source", metavar="SRC", help="folder of a bf16 checkpoint, or a hub-cache snapshot")
-    quantize.add_argument("output", metavar="OUT", help="a new or empty folder")
+    quantize.add_argument("output", metavar="OUT", help="a new or empty folder; with --resume an unfinished one")
     _recipe_options(quantize)
     _targets_option(quantize)
     _form_option(quantize)
     quantize.add_argument(
         "--backend",
-        choices=pipeline.BACKENDS,
+        choices=BACKENDS,
         default="auto",
         help="quark: AMD Quark's own code; fused: this project's kernel, the same bits without torch; "
         "auto (default): fused on the CPU, Quark on a GPU",
@@ -95,6 +120,24 @@ def _parser() -> argparse.ArgumentParser:
         help="quantize this share (0 to 1) of the chunks with AMD Quark too, and fail on a differing bit",
     )
     quantize.add_argument("--base-model", metavar="ORG/NAME", help="the source's name on the Hub, for the model card")
+    quantize.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an unfinished OUT after a kill, a full disk or Ctrl-C; finished shards are checked and kept",
+    )
+    quantize.add_argument(
+        "--verify-source",
+        action="store_true",
+        help="first compare SRC with its checksums: hub-cache names, `hf download` metadata or SHA256SUMS",
+    )
+    quantize.add_argument(
+        "--allow-zeros", action="store_true", help="accept weights that are all zeros (normally a damaged download)"
+    )
+    quantize.add_argument(
+        "--delete-source-shards",
+        action="store_true",
+        help="remove each shard of SRC once its output is on disk and was read back: for a disk that cannot hold both",
+    )
     quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
     exclusions = _verb(
@@ -137,6 +180,19 @@ def _parser() -> argparse.ArgumentParser:
         default="error",
         help="least severity that gives exit code 1 (default: error)",
     )
+
+    verify = _verb(verbs, "verify", _verify, "read a finished output again and compare it with its manifest and source")
+    verify.add_argument("output", metavar="OUT", help="a folder that quantize has finished")
+    verify.add_argument("--source", metavar="SRC", help="also compare with the bf16 checkpoint it was made from")
+    verify.add_argument(
+        "--sample",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share (0 to 1) of the tensors to compare with SRC (default: all)",
+    )
+    verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
+    verify.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -222,6 +278,10 @@ def _quantize(args: argparse.Namespace) -> int:
         workers=args.workers,
         check_backend=args.check_backend,
         base_model=args.base_model,
+        resume=args.resume,
+        verify_source=args.verify_source,
+        allow_zeros=args.allow_zeros,
+        delete_source_shards=args.delete_source_shards,
         progress=not args.quiet,
     )
     if not args.quiet:
@@ -231,6 +291,22 @@ def _quantize(args: argparse.Namespace) -> int:
     if not args.quiet or not result.report.ok:
         print("\n".join(_report_lines(result.report)))
     return 0 if result.report.ok else 1
+
+
+def _verify(args: argparse.Namespace) -> int:
+    done = pipeline.verify(args.output, args.source, sample=args.sample, workers=args.workers, progress=not args.json)
+    if args.json:
+        errors = [{**dataclasses.asdict(error), "sqnr": error.sqnr} for error in done.errors]
+        _print_json({**dataclasses.asdict(done), "folder": str(done.folder), "errors": errors, "ok": done.ok})
+        return 0 if done.ok else 1
+    for problem in done.problems:
+        print(f"{problem.code}: {problem.message}" + (f"\n  {problem.hint}" if problem.hint else ""))
+    print(f"{done.folder}: {done.shards} shards, {done.bytes_read:,} bytes, {len(done.problems)} problems")
+    if args.source:
+        print(f"{done.copied:,} tensors equal the source, {done.requantized:,} weights come out the same again")
+    for error in done.errors[:3]:
+        print(f"  {error.sqnr:.1f} dB, worst block {error.worst_block:.1%}: {error.name}")
+    return 0 if done.ok else 1
 
 
 def _exclusions(args: argparse.Namespace) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
+from glmquant.checkpoint.manifest import replace_file
 from glmquant.checkpoint.source import CONFIG, inspect, read_json
-from glmquant.checkpoint.writer import copy_file, write_file
+from glmquant.checkpoint.writer import copy_file
 from glmquant.engines.sglang import Sglang
 from glmquant.engines.targets import ENGINES, Target, span
 from glmquant.errors import CheckpointError, GlmquantError
@@ -103,7 +104,7 @@ def fix(folder: Path, targets: Sequence[Target], form: str = "auto", dry_run: bo
     names = (f"{CONFIG}.bak" + (f".{n}" if n else "") for n in count())
     backup = next(folder / name for name in names if not (folder / name).exists())
     copy_file(folder / CONFIG, folder, backup.name)
-    write_file(folder, CONFIG, _like(folder / CONFIG, config))
+    replace_file(folder, CONFIG, _like(folder / CONFIG, config))
     return Fix(folder, tuple(before), found, backup)
 
 

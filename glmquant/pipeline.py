@@ -7,33 +7,47 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from glmquant.card import make_card
+from glmquant.checkpoint.checksums import check_source
+from glmquant.checkpoint.header import ShardHeader
 from glmquant.checkpoint.layers import read_layers
-from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, open_source, read_json
-from glmquant.checkpoint.writer import check_output, copy_file, create_folder, write_file
+from glmquant.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Run,
+    ShardRecord,
+    digest,
+    file_digest,
+    lasting,
+    open_run,
+)
+from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, open_source, read_json, unfinished
+from glmquant.checkpoint.writer import ShardWriter, check_place, check_space, copy_file, write_file
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
-from glmquant.errors import BackendError, CheckpointError, OutputError
+from glmquant.errors import CheckpointError, GlmquantError, OutputError
 from glmquant.exclusions import ExclusionList, resolve
 from glmquant.findings import Report
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
-from glmquant.mxfp4.backend import Backend, CheckedBackend
+from glmquant.mxfp4.backend import Backend
+from glmquant.mxfp4.choose import make_backends, threads_for
 from glmquant.mxfp4.config import quantization_config
 from glmquant.planner import Plan, make_plan
 from glmquant.recipe import load_architecture, select_recipe
+from glmquant.resume import check_deletable, delete_shard, deleted_headers, fingerprint, intact
 from glmquant.streaming import Advance, Streamer, available_memory, default_workers
 from glmquant.validator import validate_folder
+from glmquant.verifier import Verification, verify_output
 
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 RECORD = "glmquant.json"
-BACKENDS = ("auto", "fused", "quark")
 
 Folder = str | os.PathLike[str]
 
@@ -94,7 +108,19 @@ def plan(
         RecipeError: unknown model type or recipe, or a combination that no engine loads.
         ExclusionError: no exclude list serves all targets.
     """
-    checkpoint = open_source(source)
+    return _plan(source, recipe, quantize, keep, targets, form, {})
+
+
+def _plan(
+    source: Folder,
+    recipe: str | None,
+    quantize: Sequence[str],
+    keep: Sequence[str],
+    targets: str,
+    form: str,
+    deleted: Mapping[str, ShardHeader],
+) -> PlanResult:
+    checkpoint = open_source(source, deleted)
     architecture = load_architecture(checkpoint.model_type)
     architecture, chosen = select_recipe(architecture, recipe)
     layers = read_layers(checkpoint.config)
@@ -151,6 +177,34 @@ def validate(checkpoint: Folder, *, targets: str = DEFAULT_TARGETS) -> Report:
     return validate_folder(checkpoint, parse_targets(targets))
 
 
+def verify(
+    output: Folder,
+    source: Folder | None = None,
+    *,
+    sample: float = 1.0,
+    workers: int | None = None,
+    progress: bool = False,
+) -> Verification:
+    """Read a finished output again and compare it with its manifest, and with its source if given.
+
+    Args:
+        source: the bf16 checkpoint it was made from: copies must be equal, quantized weights must come out the same.
+        sample: share (0 to 1) of the tensors to compare with the source.
+
+    Raises:
+        CheckpointError: the output is unfinished or not glmquant's, or a folder cannot be read at all.
+    """
+    if not 0 <= sample <= 1:
+        raise CheckpointError(f"--sample {sample} is not a share between 0 and 1")
+    threads = workers or default_workers()
+    total = sum(
+        path.stat().st_size for folder in (output, source) if folder for path in Path(folder).glob("*.safetensors")
+    )
+    with _progress(total, progress, "verifying") as advance:
+        backend = make_backends("fused", "cpu", 0.0)[0]
+        return verify_output(Path(output), Path(source) if source else None, sample, backend, threads, advance)
+
+
 def quantize(
     source: Folder,
     output: Folder,
@@ -165,6 +219,10 @@ def quantize(
     workers: int | None = None,
     check_backend: float = 0.0,
     base_model: str | None = None,
+    resume: bool = False,
+    verify_source: bool = False,
+    allow_zeros: bool = False,
+    delete_source_shards: bool = False,
     progress: bool = False,
 ) -> QuantizeResult:
     """Write an MXFP4 checkpoint; see `plan` for the arguments it shares.
@@ -177,84 +235,136 @@ def quantize(
         workers: threads; by default as many as CPUs may be used.
         check_backend: share of the chunks (0 to 1) that are quantized by Quark as well; a differing bit is an error.
         base_model: the source's name on the Hub, for the model card; guessed from a hub-cache path.
+        resume: continue the unfinished run in `output`, or begin one. Finished shards are read again and kept if they
+            are what was written; what decides the bytes must be the same as before.
+        verify_source: first compare the source with the checksums that came with it; see checkpoint/checksums.py.
+        allow_zeros: accept a weight that is all zeros, normally a sign of a damaged download.
+        delete_source_shards: remove each source shard once its output is durable and was read back.
         progress: show a progress bar on stderr.
 
     Raises:
         As `plan`, and OutputError or BackendError. After an error no config.json is in the output, so no engine
-        takes it for finished.
+        takes it for finished; finished shards are kept for `resume`.
     """
-    begun = time.monotonic()
-    result = plan(source, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form)
-    out = Path(output)
-    check_output(out, result.checkpoint.folder, result.disk_needed)
-    backends = _make_backends(backend, device, check_backend)
-    create_folder(out)
-    headers = {header.file: header for header in result.checkpoint.shards}
-    memory = available_memory()
-    with _progress(result.plan.bytes_in, progress) as advance:
-        streamer = Streamer(
-            backends,
-            _threads(backends, workers),
-            advance,
-            drop_behind=memory is not None and result.plan.bytes_in > memory // 2,
-        )
-        streamer.run(result.plan.shards, headers, result.checkpoint.folder, out)
-    _finish(result, out, backends[0], base_model or _guess_base_model(result.checkpoint.folder))
+    begun, out = time.monotonic(), Path(output)
+    deleted = deleted_headers(out) if resume else {}
+    result = _plan(source, recipe, quantize, keep, targets, form, deleted)
+    folder = result.checkpoint.folder
+    check_place(out, folder)
+    if delete_source_shards:
+        check_deletable(result.checkpoint, deleted)
+    backends = make_backends(backend, device, check_backend)
+    base = base_model or _guess_base_model(folder)
+    threads = threads_for(backends, workers or default_workers())
+    decides = fingerprint(result.checkpoint, result.plan, result.exclusions.texts, base, backends[0])
+    words = ["glmquant", "quantize", str(source), str(output), *result.options]
+    words += ["--base-model", base_model] if base_model else []
+    words += ["--backend", backend] if backend != "auto" else []
+    words += [
+        option
+        for option, wanted in (("--allow-zeros", allow_zeros), ("--delete-source-shards", delete_source_shards))
+        if wanted
+    ]
+    with open_run(out, decides, shlex.join([*words, "--resume"]), resume) as run:
+        if not run.finished:
+            with _continuable(run, [shard.file for shard in result.plan.shards]):
+                if verify_source:
+                    with _progress(result.checkpoint.file_bytes, progress, "verifying source") as advance:
+                        check_source(result.checkpoint, threads, advance)
+                _write_shards(result, run, backends, threads, progress, allow_zeros, delete_source_shards)
+                _finish(result, run, backends[0], base)
+        run.finish()
     report = validate_folder(out, parse_targets(targets))
     return QuantizeResult(out, result.plan, result.exclusions, report, time.monotonic() - begun)
 
 
-def _make_backends(name: str, device: str, check: float) -> list[Backend]:
-    """One backend per device; `auto` is the fused kernel on the CPU and Quark on anything else."""
-    devices = _devices(device)
-    on_cpu = all(found.startswith("cpu") for found in devices)
-    if name not in BACKENDS:
-        raise BackendError(f"unknown backend {name!r}", f"Known: {', '.join(BACKENDS)}.")
-    if name == "fused" and not on_cpu:
-        raise BackendError(f"the fused kernel runs on the CPU, not on {device!r}", "Leave --backend or --device out.")
-    if name == "quark" or not on_cpu:
-        from glmquant.mxfp4.quark import QuarkBackend
+def _write_shards(
+    result: PlanResult,
+    run: Run,
+    backends: Sequence[Backend],
+    threads: int,
+    progress: bool,
+    allow_zeros: bool,
+    delete_source: bool,
+) -> None:
+    """All shards that are not in the output yet; their space is taken before the first byte is written."""
+    source, out, memory = result.checkpoint.folder, run.output, available_memory()
+    headers = {header.file: header for header in result.checkpoint.shards}
+    run.drop_partials(headers)
+    records = run.records()
+    kept: dict[str, ShardRecord] = {}
+    if records:
+        with _progress(sum(record.size for record in records.values()), progress, "checking") as advance:
+            kept = intact(out, records, threads, advance)
+    todo = [shard for shard in result.plan.shards if shard.file not in kept]
 
-        return [QuarkBackend(found) for found in devices]
-    from glmquant.mxfp4.kernel import FusedBackend
+    def finished(record: ShardRecord) -> None:
+        run.record(record)
+        if delete_source:
+            delete_shard(source, run, headers[record.file], record)
 
-    if not check:
-        return [FusedBackend()]
-    from glmquant.mxfp4.quark import QuarkBackend
+    small = result.disk_needed - result.plan.disk_needed
+    if delete_source:
+        for file, record in kept.items():
+            if (source / file).exists():
+                delete_shard(source, run, headers[file], record)
+        # Each shard frees more than the next one takes; only those that are open at once must fit.
+        check_space(out, small + sum(sorted((shard.file_size for shard in todo), reverse=True)[: threads + 1]))
+    else:
+        check_space(out, small + sum(shard.file_size for shard in todo))
+        for shard in todo:
+            ShardWriter(out, shard.file, shard.header, shard.file_size).reserve()
+    total = sum(job.source.nbytes for shard in todo for job in shard.jobs)
+    with _progress(total, progress, "quantizing") as advance:
+        drop = delete_source or (memory is not None and total > memory // 2)
+        streamer = Streamer(backends, threads, advance, finished, drop_behind=drop, allow_zeros=allow_zeros)
+        streamer.run(todo, headers, source, out)
 
-    return [CheckedBackend(FusedBackend(), QuarkBackend("cpu"), check)]
+
+@contextmanager
+def _continuable(run: Run, files: Sequence[str]) -> Iterator[None]:
+    """After an error or a signal: nothing half-written stays, finished shards do, and the error says how to go on."""
+    try:
+        yield
+    except BaseException as err:
+        run.drop_partials(files)
+        if not any((run.output / file).exists() for file in files):
+            run.abandon()
+        elif isinstance(err, GlmquantError):
+            hint = f"Finished shards are kept. Continue with: {unfinished(run.output)}"
+            raise type(err)(err.message, "\n  ".join(filter(None, (err.hint, hint)))) from err
+        raise
 
 
-def _devices(device: str) -> list[str]:
-    """`cuda:0,1` names two devices, like `cuda:0,cuda:1`."""
-    kind = device.partition(":")[0]
-    return [f"{kind}:{part}" if part.isdigit() else part for part in device.split(",")]
+def _finish(result: PlanResult, run: Run, backend: Backend, base_model: str) -> None:
+    """Everything that is not a shard: index, side files, record, card, manifest, and config.json last."""
+    source, out, shards = result.checkpoint, run.output, run.records()
+    files: dict[str, tuple[int, str]] = {}
 
+    def write(name: str, content: bytes) -> None:
+        write_file(out, name, content)
+        files[name] = (len(content), digest(content))
 
-def _threads(backends: Sequence[Backend], workers: int | None) -> int:
-    wanted = workers or default_workers()
-    limit = backends[0].threads * len(backends)
-    return min(wanted, limit) if limit else wanted
-
-
-def _finish(result: PlanResult, out: Path, backend: Backend, base_model: str) -> None:
-    """Everything that is not a shard: index, side files, record, card, and config.json last."""
-    source = result.checkpoint
     if source.weight_map is not None:
         index = {"metadata": {"total_size": result.plan.total_size}, "weight_map": result.plan.weight_map}
-        write_file(out, INDEX, json.dumps(index, indent=2, ensure_ascii=False).encode())
+        write(INDEX, json.dumps(index, indent=2, ensure_ascii=False).encode())
     for name in source.side_files:
-        if name not in (CARD, RECORD):
+        if name not in (CARD, RECORD, MANIFEST):
             copy_file(source.folder / name, out, name)
+            files[name] = ((out / name).stat().st_size, file_digest(out / name))
     record = _record(result, backend, base_model)
-    write_file(out, RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
-    write_file(out, CARD, make_card(source.folder / CARD, result.plan, result.exclusions, record).encode())
+    write(RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+    write(CARD, make_card(source.folder / CARD, result.plan, result.exclusions, record).encode())
     config = {
         **source.config,
         "quantization_config": quantization_config(result.exclusions.texts, backend.version),
     }
+    content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    files[CONFIG] = (len(content), digest(content))
+    ordered = {shard.file: shards[shard.file] for shard in result.plan.shards}
+    write_file(out, MANIFEST, Manifest(lasting(run.fingerprint), ordered, files).encode())
     try:
-        write_file(out, CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+        write_file(out, CONFIG, content)
     except OutputError:
         (out / CONFIG).unlink(missing_ok=True)  # it may have its name already, and not be durable
         raise
@@ -295,12 +405,12 @@ def _guess_base_model(folder: Path) -> str:
 
 
 @contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Advance]:
+def _progress(total: int, wanted: bool, doing: str) -> Iterator[Advance]:
     if not wanted:
         yield lambda _: None
         return
     from tqdm import tqdm
 
     # disable=None: quiet when stderr is not a terminal.
-    with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=doing, disable=None) as bar:
         yield bar.update

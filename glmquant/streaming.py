@@ -12,13 +12,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from glmquant.checkpoint.header import ShardHeader
+from glmquant.checkpoint.manifest import ShardRecord, digest, record_of
 from glmquant.checkpoint.source import ShardReader
 from glmquant.checkpoint.writer import ShardWriter
-from glmquant.errors import BackendError
+from glmquant.errors import BackendError, CheckpointError
 from glmquant.mxfp4.backend import Backend
 from glmquant.planner import BLOCK, ShardPlan, TensorJob
 
@@ -31,21 +34,39 @@ AHEAD = 24 * 1024 * 1024
 """Bytes after a piece that are asked for when it begins: about one expert weight of GLM-5.2."""
 
 Advance = Callable[[int], object]
+Published = Callable[[ShardRecord], object]
 
 
 @dataclass
 class _Shard:
-    """A shard being written; the thread that ends its last piece publishes it."""
+    """A shard being written; the thread that ends its last piece publishes it.
 
+    `digests` are (start, end, digest) of what was written; `zeros` the weights of which no byte but 0 was seen yet.
+    """
+
+    plan: ShardPlan
     reader: ShardReader
     writer: ShardWriter
     pieces_left: int
-    lock: threading.Lock
+    digests: list[tuple[int, int, str]]
+    zeros: set[str]
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def piece_done(self) -> bool:
+    def piece_done(self, digests: list[tuple[int, int, str]]) -> bool:
         with self.lock:
+            self.digests += digests
             self.pieces_left -= 1
             return not self.pieces_left
+
+    def seen(self, name: str, written: memoryview) -> None:
+        """Only a tensor's first bytes are looked at, as long as those are not all 0."""
+        if name in self.zeros and (bytes(written[:4096]).strip(b"\0") or bytes(written).strip(b"\0")):
+            with self.lock:
+                self.zeros.discard(name)
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user stopped the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +91,24 @@ class Streamer:
     """Runs shards through one or more backends (one per device) on `workers` threads.
 
     Args:
+        published: called with the record of each shard once it is durable, by the thread that finished it.
         drop_behind: tell the system to forget pages once they are used, so that a job larger than memory does not
             push everything else out of it.
+        allow_zeros: take a weight that is all zeros for what it is, not for a damaged download.
     """
 
     def __init__(
-        self, backends: Sequence[Backend], workers: int, advance: Advance, *, drop_behind: bool = False
+        self,
+        backends: Sequence[Backend],
+        workers: int,
+        advance: Advance,
+        published: Published,
+        *,
+        drop_behind: bool = False,
+        allow_zeros: bool = False,
     ) -> None:
-        self._backends, self._workers, self._advance = backends, workers, advance
-        self._drop_behind = drop_behind
+        self._backends, self._workers, self._advance, self._published = backends, workers, advance, published
+        self._drop_behind, self._allow_zeros = drop_behind, allow_zeros
         self._stop = threading.Event()
         self._local = _Local()
         self._started = 0
@@ -141,20 +171,20 @@ class Streamer:
         except BaseException:
             reader.close()
             raise
-        return _Shard(reader, writer, pieces, threading.Lock())
+        zeros = {job.source.name for job in plan.jobs if _is_weight(job)} if not self._allow_zeros else set()
+        return _Shard(plan, reader, writer, pieces, [(0, len(plan.header), digest(plan.header))], zeros)
 
     def _work(self, shard: _Shard, piece: _Piece, slots: threading.Semaphore) -> None:
         if self._stop.is_set():
             return
         try:
             shard.reader.will_need(piece.job.source.start + piece.start + piece.length, AHEAD)
-            if piece.job.quantized:
-                self._quantize(shard, piece.job)
-            else:
-                self._copy(shard, piece)
-            if shard.piece_done():
+            digests = self._quantize(shard, piece.job) if piece.job.quantized else self._copy(shard, piece)
+            if shard.piece_done(digests):
                 self._publish(shard)
                 slots.release()
+        except _Stopped:
+            slots.release()
         except BaseException:
             self._stop.set()
             slots.release()  # the main thread may be waiting to open the next shard
@@ -165,12 +195,20 @@ class Streamer:
             self._advance(count)
 
     def _publish(self, shard: _Shard) -> None:
+        shard.reader.check_unchanged()
+        if shard.zeros:
+            raise CheckpointError(
+                f"{shard.plan.file}: tensor {min(shard.zeros)!r} is all zeros",
+                "The download is incomplete or damaged: fetch this file again. If it is meant so: --allow-zeros.",
+            )
+        record = record_of(shard.plan.file, shard.digests)
         shard.writer.publish(drop_pages=self._drop_behind)
         if self._drop_behind:
             shard.reader.drop_pages()
         shard.reader.close()
+        self._published(record)
 
-    def _quantize(self, shard: _Shard, job: TensorJob) -> None:
+    def _quantize(self, shard: _Shard, job: TensorJob) -> list[tuple[int, int, str]]:
         tensor, local = job.source, self._local
         rows, columns = tensor.shape
         row_bytes = tensor.nbytes // rows
@@ -179,7 +217,9 @@ class Streamer:
         local.packed = _at_least(local.packed, step * columns // 2)
         local.scale = _at_least(local.scale, step * columns // BLOCK)
         packed_at, scale_at = (out.start for out in job.outputs)
+        digests = (xxhash.xxh3_128(), xxhash.xxh3_128())
         for row in range(0, rows, step):
+            self._check_stop()
             count = min(step, rows - row)
             source = local.source[: count * row_bytes]
             packed = local.packed[: count * columns // 2]
@@ -190,22 +230,40 @@ class Streamer:
                 raise _non_finite(source, tensor.dtype, columns, bad, tensor.name, row)
             shard.writer.write(packed, packed_at)
             shard.writer.write(scale, scale_at)
+            digests[0].update(packed)
+            digests[1].update(scale)
+            shard.seen(tensor.name, packed)
             packed_at += len(packed)
             scale_at += len(scale)
             self._progress(len(source))
         for out in job.outputs:
             shard.writer.start_writeback(out.start, out.end)
+        return [(out.start, out.end, d.hexdigest()) for out, d in zip(job.outputs, digests, strict=True)]
 
-    def _copy(self, shard: _Shard, piece: _Piece) -> None:
+    def _copy(self, shard: _Shard, piece: _Piece) -> list[tuple[int, int, str]]:
         tensor, to = piece.job.source, piece.job.outputs[0].start
+        copied = xxhash.xxh3_128()
         for start in range(piece.start, piece.start + piece.length, COPY_CHUNK):
+            self._check_stop()
             count = min(COPY_CHUNK, piece.start + piece.length - start)
             self._local.source = _at_least(self._local.source, count)
             chunk = self._local.source[:count]
             shard.reader.read_into(chunk, tensor.start + start)
             shard.writer.write(chunk, to + start)
+            copied.update(chunk)
+            shard.seen(tensor.name, chunk)
             shard.writer.start_writeback(to + start, to + start + count)
             self._progress(count)
+        return [(to + piece.start, to + piece.start + piece.length, copied.hexdigest())]
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+
+
+def _is_weight(job: TensorJob) -> bool:
+    """A matrix is never all zeros in a trained model; a bias may be."""
+    return len(job.source.shape) >= 2 and job.source.numel > 0 and job.source.name.endswith(".weight")
 
 
 def _cut(plan: ShardPlan) -> Iterator[_Piece]:

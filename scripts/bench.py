@@ -234,6 +234,9 @@ def growth(args: argparse.Namespace) -> str:
     runs: list[list[Run]] = [[] for _ in jobs]
     for _ in range(args.runs):
         for found, job in zip(runs, jobs, strict=True):
+            for other in jobs:  # memory may not hold all of them
+                if other is not job:
+                    settle(Path(other["source"]), cold=True)
             found.append(run_once(REFERENCE, sys.executable, job, work, cold=args.cold, timeout=args.timeout))
             print(f"{job['bytes'] / 1e9:.2f} GB: {found[-1]['seconds']:.2f} s", file=sys.stderr)
     sizes = [job["bytes"] / 1e9 for job in jobs]

@@ -116,7 +116,7 @@ def test_the_architecture_section_names_every_module() -> None:
 
 
 def test_every_option_of_every_verb_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("plan", "quantize", "exclusions", "validate"):
+    for verb in ("plan", "quantize", "exclusions", "validate", "verify"):
         with pytest.raises(SystemExit, match="0"):
             main([verb, "--help"])
         text = capsys.readouterr().out

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import xxhash
 from checkpoints import edit_header, raw_shard, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,8 @@ def test_a_header_is_read_from_its_bytes(tmp_path: Path) -> None:
         ),
         {"format": "pt"},
         188,
+        (tmp_path / "a.safetensors").stat().st_mtime_ns,
+        xxhash.xxh3_128_hexdigest(LITERAL),
     )
     assert [(tensor.nbytes, tensor.numel) for tensor in header.tensors] == [(8, 2), (12, 6)]
 

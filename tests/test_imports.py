@@ -24,6 +24,7 @@ LEVELS = {
     "glmquant.engines": 1,
     "glmquant.recipe": 1,
     "glmquant.checkpoint.writer": ROOM,
+    "glmquant.checkpoint.manifest": ROOM,
     "glmquant.pipeline": 3,
     "glmquant.cli": 4,
     "glmquant.__main__": 5,
@@ -90,7 +91,13 @@ def test_errors_stands_on_nothing() -> None:
 def test_the_validator_reaches_nothing_of_the_maker() -> None:
     reached = reached_from("glmquant.validator")
     assert "glmquant.checkpoint.source" in reached
-    maker = ("glmquant.checkpoint.writer", "glmquant.planner", "glmquant.exclusions", "glmquant.mxfp4")
+    maker = (
+        "glmquant.checkpoint.writer",
+        "glmquant.checkpoint.manifest",
+        "glmquant.planner",
+        "glmquant.exclusions",
+        "glmquant.mxfp4",
+    )
     assert [module for module in reached if module.startswith(maker)] == []
 
 

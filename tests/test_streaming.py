@@ -83,7 +83,7 @@ def test_a_damaged_weight_is_named_with_value_row_and_column(
     source = support.copy(tiny, tmp_path / "source", damage)
     with pytest.raises(BackendError, match=rf"tensor '{name}' holds {value} at row 100, column 63.*\n.*--keep"):
         glmquant.quantize(source, tmp_path / "out")
-    assert not list((tmp_path / "out").glob(".*"))
+    assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -98,12 +98,12 @@ def test_the_first_error_stops_the_run_and_is_the_one_shown(
                 raise BackendError("the fifth call")
             return super().quantize_into(source, dtype, columns, packed, scale)
 
-    monkeypatch.setattr(pipeline, "_make_backends", lambda *_: [Fails()])
+    monkeypatch.setattr(pipeline, "make_backends", lambda *_: [Fails()])
     with pytest.raises(BackendError, match="the fifth call"):
         glmquant.quantize(tiny, tmp_path / "out", workers=workers)
     assert next(calls) < 30
     assert not (tmp_path / "out/config.json").exists()
-    assert not list((tmp_path / "out").glob(".*"))
+    assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 def test_a_full_disk_under_several_threads_leaves_no_temporary_file(
@@ -119,7 +119,7 @@ def test_a_full_disk_under_several_threads_leaves_no_temporary_file(
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OutputError, match=r"model-0000\d-of-.*cannot be written: No space left"):
         glmquant.quantize(tiny, tmp_path / "out", workers=4)
-    assert not list((tmp_path / "out").glob(".*"))
+    assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 def test_shards_are_open_only_a_few_at_a_time(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

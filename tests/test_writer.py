@@ -16,7 +16,8 @@ import pytest
 from checkpoints import contents
 
 import glmquant
-from glmquant.checkpoint.writer import ShardWriter, check_output, copy_file, create_folder, write_file
+from glmquant.checkpoint.manifest import open_run
+from glmquant.checkpoint.writer import ShardWriter, check_place, check_space, copy_file, create_folder, write_file
 from glmquant.errors import OutputError
 
 NAME = "model-00001-of-00003.safetensors"
@@ -41,7 +42,10 @@ def refusal(output: Path, source: Path, needed: int = 0) -> str:
     root = source.parent.parent
     before = everything(root)
     with pytest.raises(OutputError) as caught:
-        check_output(output, source, needed)
+        check_place(output, source)
+        check_space(output, needed)
+        with open_run(output, {}, "glmquant ...", resume=False):
+            pass
     assert everything(root) == before
     return str(caught.value)
 
@@ -51,8 +55,9 @@ def refusal(output: Path, source: Path, needed: int = 0) -> str:
 
 def test_a_new_or_empty_folder_is_accepted_and_not_yet_made(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    check_output(tmp_path / "empty", source, 1)
-    check_output(tmp_path / "new" / "deep", source, 1)
+    for folder in ("empty", "new/deep"):
+        check_place(tmp_path / folder, source)
+        check_space(tmp_path / folder, 1)
     assert not (tmp_path / "new").exists()
 
 
@@ -101,7 +106,7 @@ def test_a_disk_that_is_too_small_is_refused_with_the_missing_bytes(source: Path
 
 def test_the_last_free_byte_may_be_used(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 1000)
-    check_output(tmp_path / "out", source, 1000)
+    check_space(tmp_path / "out", 1000)
     message = refusal(tmp_path / "out", source, 1001)
     assert message.endswith("has 1,000 bytes free, the output needs 1,001\n  Free 1 bytes or choose another disk.")
 
@@ -159,11 +164,24 @@ def test_missing_bytes_are_an_error_and_leave_no_file_behind(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_temporary_file_of_another_run_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / f".{NAME}.partial").write_bytes(b"precious")
-    with pytest.raises(OutputError, match=f"{NAME}: cannot be written: File exists"):
-        ShardWriter(tmp_path, NAME, HEADER, 16).__enter__()
-    assert contents(tmp_path) == {f".{NAME}.partial": b"precious"}
+def test_a_reserved_shard_takes_its_space_and_can_be_filled_later(tmp_path: Path) -> None:
+    ShardWriter(tmp_path, NAME, HEADER, 100_010).reserve()
+    reserved = (tmp_path / f".{NAME}.partial").stat()
+    assert reserved.st_size == 100_010 and reserved.st_blocks * 512 >= 100_010
+    with ShardWriter(tmp_path, NAME, HEADER, 100_010) as writer:
+        writer.write(b"x" * 100_000, 10)
+    assert contents(tmp_path) == {NAME: HEADER + b"x" * 100_000}
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    for name in (NAME, "config.json"):
+        (tmp_path / f".{name}.partial").symlink_to("precious")
+    with pytest.raises(OutputError, match=f"{NAME}: cannot be written: Too many levels"):
+        ShardWriter(tmp_path, NAME, HEADER, 16).open()
+    with pytest.raises(OutputError, match=r"config\.json: cannot be written: Too many levels"):
+        write_file(tmp_path, "config.json", b"{}")
+    assert (tmp_path / "precious").read_bytes() == b"precious"
 
 
 @contextmanager
@@ -274,11 +292,11 @@ def test_a_full_disk_in_the_second_shard_names_it_and_leaves_no_config(
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OutputError) as caught:
-        glmquant.quantize(tiny, tmp_path / "out")
-    assert str(caught.value) == (
-        f"{second}: cannot be written: No space left on device\n  Free space on the disk of the output."
-    )
-    assert os.listdir(tmp_path / "out") == [NAME]
+        glmquant.quantize(tiny, tmp_path / "out", workers=1)
+    first, *hints = str(caught.value).splitlines()
+    assert first == f"{second}: cannot be written: No space left on device"
+    assert hints[0] == "  Free space on the disk of the output." and "--resume" in hints[1]
+    assert sorted(os.listdir(tmp_path / "out")) == [".glmquant", NAME]
 
 
 def test_config_json_is_written_last(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +305,8 @@ def test_config_json_is_written_last(tiny: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "rename", lambda old, new: (rename(old, new), written.append(Path(new).name)))
     glmquant.quantize(tiny, tmp_path / "out")
     assert written[-1] == "config.json"
-    assert sorted(written) == sorted(os.listdir(tmp_path / "out"))
+    records = [name for name in written if name.endswith(".safetensors.json")]
+    assert sorted(written) == sorted([*os.listdir(tmp_path / "out"), *records, "run.json"])
 
 
 def test_the_disk_needed_is_enough_and_not_far_off(tiny: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from glmquant.errors import CheckpointError
 
 # The limit of the reference implementation (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
@@ -71,12 +73,17 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """A shard's header: `tensors` in file order, `metadata` the free-form `__metadata__` strings."""
+    """A shard's header: `tensors` in file order, `metadata` the free-form `__metadata__` strings.
+
+    `file_size` and `mtime_ns` are the file's when the header was read; `digest` is that of the header's bytes.
+    """
 
     file: str
     tensors: tuple[TensorInfo, ...]
     metadata: dict[str, str]
     file_size: int
+    mtime_ns: int = 0
+    digest: str = ""
 
 
 def tensor_nbytes(dtype: str, shape: Iterable[int]) -> int:
@@ -125,26 +132,32 @@ def read_header(path: Path) -> ShardHeader:
         CheckpointError: the header is cut short, malformed, names an unknown dtype, or its byte ranges overlap,
             leave gaps or do not end exactly at the end of the file. The message names file and tensor.
     """
-    file = path.name
     try:
         with open(path, "rb") as handle:
-            file_size = os.fstat(handle.fileno()).st_size
+            status = os.fstat(handle.fileno())
             prefix = handle.read(8)
-            if len(prefix) < 8:
-                raise CheckpointError(f"{file}: header cut short: the file has {file_size} bytes", _DOWNLOAD)
             length = int.from_bytes(prefix, "little")
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file}: header length {length} is over the format's limit {MAX_HEADER_BYTES}; "
-                    "this is not a safetensors file"
-                )
-            body = handle.read(length)
+            body = handle.read(min(length, status.st_size)) if length <= MAX_HEADER_BYTES else b""
     except OSError as err:
-        raise CheckpointError(f"{file}: cannot be read: {err.strerror or err}") from err
-    if len(body) < length:
-        raise CheckpointError(f"{file}: header cut short: {length} bytes announced, {len(body)} present", _DOWNLOAD)
+        raise CheckpointError(f"{path.name}: cannot be read: {err.strerror or err}") from err
+    return parse_header(path.name, prefix + body, status.st_size, status.st_mtime_ns)
+
+
+def parse_header(file: str, content: bytes, file_size: int, mtime_ns: int = 0) -> ShardHeader:
+    """A header from its bytes, the length in front included; checks and errors as in `read_header`."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8:
+        raise CheckpointError(f"{file}: header cut short: the file has {file_size} bytes", _DOWNLOAD)
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: header length {length} is over the format's limit {MAX_HEADER_BYTES}; "
+            "this is not a safetensors file"
+        )
+    if len(content) - 8 < length:
+        present = len(content) - 8
+        raise CheckpointError(f"{file}: header cut short: {length} bytes announced, {present} present", _DOWNLOAD)
     try:
-        parsed = json.loads(body.decode("utf-8"), object_pairs_hook=no_duplicate_keys)
+        parsed = json.loads(content[8:].decode("utf-8"), object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as err:
         raise CheckpointError(f"{file}: header is not valid JSON: {err}") from err
     if not isinstance(parsed, dict):
@@ -156,7 +169,7 @@ def read_header(path: Path) -> ShardHeader:
     tensors = [_tensor(file, name, spec, data_start) for name, spec in parsed.items()]
     tensors.sort(key=lambda t: (t.start, t.end))
     _check_ranges(file, tensors, data_start, file_size)
-    return ShardHeader(file, tuple(tensors), metadata, file_size)
+    return ShardHeader(file, tuple(tensors), metadata, file_size, mtime_ns, xxhash.xxh3_128_hexdigest(content))
 
 
 _DOWNLOAD = "The download is incomplete: fetch this file again."

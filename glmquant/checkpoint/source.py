@@ -20,13 +20,15 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
+RUN_FOLDER, RUN = ".glmquant", "run.json"
+"""Where an unfinished output keeps its state; see manifest.py."""
 # An index of GLM-5.2 is 5.4 MB; far beyond that is not an index.
 MAX_JSON_BYTES = 512 * 1024 * 1024
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Linux cuts a longer request to the larger of the device's request size and its read-ahead (mm/readahead.c).
 _READ_AHEAD = 512 * 1024
 # Tool bookkeeping, not part of a checkpoint.
-_SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
+_SKIPPED_FOLDERS = {".git", ".cache", RUN_FOLDER, "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +65,23 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all shards, headers included."""
+        return sum(shard.file_size for shard in self.shards)
 
-def open_source(folder: str | os.PathLike[str]) -> Checkpoint:
+
+def open_source(folder: str | os.PathLike[str], deleted: Mapping[str, ShardHeader] | None = None) -> Checkpoint:
     """Read a bf16 checkpoint's headers and refuse whatever would make quantizing it wrong.
+
+    Args:
+        deleted: headers of shards that need not be in the folder any more.
 
     Raises:
         CheckpointError: names the file and the tensor. If there is more than one problem, the first one is
             shown and the others are counted.
     """
-    checkpoint, problems = inspect(folder)
+    checkpoint, problems = inspect(folder, deleted)
     problems.extend(_source_problems(checkpoint))
     if problems:
         first = problems[0]
@@ -80,7 +90,9 @@ def open_source(folder: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-def inspect(folder: str | os.PathLike[str]) -> tuple[Checkpoint, list[Problem]]:
+def inspect(
+    folder: str | os.PathLike[str], deleted: Mapping[str, ShardHeader] | None = None
+) -> tuple[Checkpoint, list[Problem]]:
     """Read config, index and all headers of a folder; return what is there and what does not fit together.
 
     Raises:
@@ -90,10 +102,13 @@ def inspect(folder: str | os.PathLike[str]) -> tuple[Checkpoint, list[Problem]]:
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {what}", "Give the folder that holds config.json and the shards.")
+    if not (root / CONFIG).exists() and (command := unfinished(root)):
+        raise CheckpointError(f"{root} is an unfinished output: no {CONFIG} yet", f"Continue with: {command}")
     config = read_json(root / CONFIG)
     problems: list[Problem] = []
     files = sorted(_walk(root))
-    shard_files = [f for f in files if f.endswith(SUFFIX) and "/" not in f]
+    gone = {file: header for file, header in (deleted or {}).items() if file not in files}
+    shard_files = sorted([f for f in files if f.endswith(SUFFIX) and "/" not in f] + list(gone))
     problems += [
         Problem("shard-in-subfolder", f"{f}: a shard in a subfolder, which no index can name", f)
         for f in files
@@ -103,7 +118,7 @@ def inspect(folder: str | os.PathLike[str]) -> tuple[Checkpoint, list[Problem]]:
     shards: list[ShardHeader] = []
     for file in shard_files:
         try:
-            shards.append(read_header(root / file))
+            shards.append(gone[file] if file in gone else read_header(root / file))
         except CheckpointError as err:
             problems.append(Problem("bad-header", err.message, file, hint=err.hint))
     tensors: dict[str, TensorInfo] = {}
@@ -152,6 +167,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path.name}: not a JSON object")
     return parsed
+
+
+def unfinished(folder: Path) -> str:
+    """The command that continues an unfinished output, or '' if the folder is none."""
+    try:
+        return str(read_json(folder / RUN_FOLDER / RUN).get("continue", ""))
+    except CheckpointError:
+        return ""
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -297,17 +320,16 @@ class ShardReader:
     """
 
     def __init__(self, folder: Path, header: ShardHeader) -> None:
-        self.file = header.file
+        self.file, self._header = header.file, header
         try:
             self.fd = os.open(folder / header.file, os.O_RDONLY)
         except OSError as err:
             raise CheckpointError(f"{self.file}: cannot be read: {err.strerror or err}") from err
-        size = os.fstat(self.fd).st_size
-        if size != header.file_size:
+        try:
+            self.check_unchanged()
+        except CheckpointError:
             self.close()
-            raise CheckpointError(
-                f"{self.file}: changed since its header was read ({header.file_size} to {size} bytes)"
-            )
+            raise
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -321,6 +343,21 @@ class ShardReader:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that is not, or no longer, the one whose header was read.
+
+        Raises:
+            CheckpointError: its size or its time of change differs.
+        """
+        now = os.fstat(self.fd)
+        if (now.st_size, now.st_mtime_ns) != (self._header.file_size, self._header.mtime_ns):
+            what = f"{self._header.file_size:,} to {now.st_size:,} bytes"
+            if now.st_size == self._header.file_size:
+                what = "it was written to"
+            raise CheckpointError(
+                f"{self.file}: changed since its header was read ({what})", "Leave the source alone during the run."
+            )
 
     def drop_pages(self) -> None:
         """Tell the system that this file will not be read again soon."""

@@ -1,7 +1,7 @@
 """Writing an output folder so that nothing half-done looks done.
 
 Every file is written under a temporary name, synced, and renamed; config.json comes last, so a folder without it is
-unfinished. An existing folder with anything in it is never touched.
+unfinished.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from glmquant.errors import OutputError
+from glmquant.errors import CheckpointError, OutputError
 
 TEMPORARY = ".partial"
 
 
-def check_output(output: Path, source: Path, needed: int) -> None:
-    """Refuse, before anything is written, an output that could lose or mix data, or a disk that is too small.
-
-    Args:
-        needed: bytes the run will write.
+def check_place(output: Path, source: Path) -> None:
+    """Refuse, before anything is written, an output that is the source, lies in it or contains it.
 
     Raises:
-        OutputError: the folder is not empty, is the source, lies in it or contains it, or the disk is too full.
+        OutputError: says which.
     """
     real_out, real_source = output.resolve(), source.resolve()
     if real_out == real_source:
@@ -37,14 +34,20 @@ def check_output(output: Path, source: Path, needed: int) -> None:
         raise OutputError(f"output {output} lies inside the source {source}", "Name a folder outside it.")
     if real_out in real_source.parents:
         raise OutputError(f"output {output} contains the source {source}", "Name a folder beside it.")
-    if output.exists() or output.is_symlink():
-        if not output.is_dir():
-            raise OutputError(f"output {output} exists and is not a folder")
-        if first := next(iter(sorted(os.listdir(output))), None):
-            raise OutputError(
-                f"output {output} is not empty (it holds {first!r}); nothing was touched",
-                "Name a new folder, or remove this one yourself.",
-            )
+    if (output.exists() or output.is_symlink()) and not output.is_dir():
+        raise OutputError(f"output {output} exists and is not a folder")
+
+
+def check_space(output: Path, needed: int) -> None:
+    """Refuse a disk that is too small.
+
+    Args:
+        needed: bytes the run will write.
+
+    Raises:
+        OutputError: says what is free and what is needed.
+    """
+    real_out = output.resolve()
     anchor = next(parent for parent in (real_out, *real_out.parents) if parent.exists())
     free = shutil.disk_usage(anchor).free
     if free < needed:
@@ -58,7 +61,7 @@ def create_folder(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise OutputError(f"output {output} cannot be created: {err.strerror}") from err
+        raise OutputError(f"output {output} cannot be created: {err.strerror or err}") from err
 
 
 class ShardWriter:
@@ -75,20 +78,33 @@ class ShardWriter:
         self._lock = threading.Lock()
         self._fd = -1
 
+    def reserve(self) -> None:
+        """Take the file's whole size on the disk now, to write it later.
+
+        Raises:
+            OutputError: the disk or the quota is too small; nothing is left behind.
+        """
+        self._create()
+        os.close(self._fd)
+        self._fd = -1
+
     def open(self) -> None:
-        """Create and preallocate the temporary file and write the header.
+        """Create and preallocate the temporary file, unless it is reserved already, and write the header.
 
         Raises:
             OutputError: the system refused; nothing is left behind.
         """
-        try:
-            self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except OSError as err:
-            raise _output_error(self.path, err) from err
+        self._create()
         with self._or_discard():
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, self._size)
             self.write(self._header, 0)
+
+    def _create(self) -> None:
+        try:
+            self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as err:
+            raise output_error(self.path.name, err) from err
+        with self._or_discard():
+            allocate(self._fd, self._size)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at an absolute file offset; each byte of the file is to be written once.
@@ -97,13 +113,11 @@ class ShardWriter:
             OutputError: the system refused; says which shard and why.
         """
         view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            try:
-                done += os.pwrite(self._fd, view[done:], offset + done)
-            except OSError as err:
-                raise _output_error(self.path, err) from err
-        self._count(done)
+        try:
+            _write_all(self._fd, view, offset)
+        except OSError as err:
+            raise output_error(self.path.name, err) from err
+        self._count(len(view))
 
     def start_writeback(self, start: int, end: int) -> None:
         """Have the system begin to write these bytes to the disk, so that the sync at the end has little left to do."""
@@ -156,7 +170,7 @@ class ShardWriter:
             yield
         except OSError as err:
             self.discard()
-            raise _output_error(self.path, err) from err
+            raise output_error(self.path.name, err) from err
         except BaseException:
             self.discard()
             raise
@@ -166,26 +180,52 @@ class ShardWriter:
             self._written += done
 
 
-# Linux only, and not in Python's os.
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+# Linux only, and not in Python's os; posix_fallocate writes into every block where the file system can't reserve.
+_libc = ctypes.CDLL(None, use_errno=True)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+_fallocate = getattr(_libc, "fallocate", None)
 if _sync_file_range:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+if _fallocate:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _SYNC_FILE_RANGE_WRITE = 2
 
 
+def allocate(fd: int, size: int) -> None:
+    """Make a file exactly `size` bytes long and reserve its blocks where the file system can.
+
+    Raises:
+        OSError: disk full, quota exceeded.
+    """
+    os.ftruncate(fd, size)
+    while _fallocate and size and _fallocate(fd, 0, 0, size):
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path` when the block ends well."""
+def _replacing(path: Path) -> Iterator[int]:
+    """An open temporary file that becomes `path`, durable, when the block ends well."""
     temporary = path.parent / f".{path.name}{TEMPORARY}"
+    fd = -1
     try:
-        yield temporary
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        yield fd
+        os.fsync(fd)
         os.rename(temporary, path)
         sync_folder(path.parent)
-    except OSError as err:
-        temporary.unlink(missing_ok=True)
-        raise _output_error(path, err) from err
+    except BaseException as err:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(err, OSError):
+            raise output_error(path.name, err) from err
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
@@ -194,19 +234,38 @@ def write_file(folder: Path, name: str, content: bytes) -> None:
     Raises:
         OutputError: the system refused.
     """
-    with _replacing(folder / name) as temporary:
-        temporary.write_bytes(content)
+    with _replacing(folder / name) as fd:
+        _write_all(fd, memoryview(content), 0)
 
 
 def copy_file(source: Path, folder: Path, name: str) -> None:
     """Copy a side file byte for byte (a symlink's target, not the link), permissions by umask.
 
     Raises:
+        CheckpointError: the source cannot be read.
         OutputError: the system refused.
     """
     create_folder((folder / name).parent)
-    with _replacing(folder / name) as temporary:
-        shutil.copyfile(source, temporary)
+    with _replacing(folder / name) as fd:
+        offset = 0
+        for chunk in _chunks(source, name):
+            _write_all(fd, memoryview(chunk), offset)
+            offset += len(chunk)
+
+
+def _chunks(path: Path, name: str) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1024 * 1024):
+                yield chunk
+    except OSError as err:
+        raise CheckpointError(f"{name}: cannot be read: {err.strerror or err}") from err
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def sync_folder(folder: Path) -> None:
@@ -218,9 +277,10 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _output_error(path: Path, err: OSError) -> OutputError:
+def output_error(name: str, err: OSError) -> OutputError:
+    """What the system refused, in words; with a hint where the user can do something about it."""
     full = err.errno in (errno.ENOSPC, errno.EDQUOT)
     return OutputError(
-        f"{path.name}: cannot be written: {err.strerror or err}",
+        f"{name}: cannot be written: {err.strerror or err}",
         "Free space on the disk of the output." if full else "",
     )
