@@ -141,10 +141,11 @@ class Streamer:
             for future in done:
                 if not future.cancelled():
                     future.result()
-        except BaseException:
+        except BaseException as err:
             self._stop.set()
             pool.shutdown(cancel_futures=True)
-            self._raise_first(futures)
+            if isinstance(err, Exception):  # not Ctrl-C, which no thread's error may hide
+                self._raise_first(futures)
             raise
         finally:
             pool.shutdown()

@@ -5,6 +5,7 @@
     python scripts/bench.py --tools glmquant,limit,quark:1     # some tools; TOOL:RUNS overrides --runs
     python scripts/bench.py growth                             # 1, 2, 4, 8 GB: is the cost a line?
     python scripts/bench.py scaling                            # 1 to n threads: whole job and limit
+    python scripts/bench.py whole                              # full-size shards of holes: what all of GLM-5.2 costs
     python scripts/bench.py kernel                             # elements per second on 1 to n threads, no files
 
 Makes a checkpoint with GLM-5.2's tensor shapes (5 GB: few layers and experts, small vocabulary) and has each tool write
@@ -57,7 +58,7 @@ TOOLS = {
 }
 PEERS = {"llm-compressor": "llmcompressor==0.14.0.1", "auto-round": "auto-round==0.16.1"}
 REFERENCE = "glmquant"
-# GB -> experts of the one MoE layer that make a source of about that size, nearly all of it experts, as GLM-5.2 is.
+# GB -> experts of the one MoE layer that make a source of that size and 0.4 GB more, most of it experts, as GLM-5.2 is.
 GROWTH = {1: 2, 2: 15, 4: 42, 8: 95}
 CHUNK = 1024 * 1024  # stays in the second-level cache
 
@@ -270,6 +271,54 @@ def scaling(args: argparse.Namespace) -> str:
         cells = [tool, str(job["workers"]), spread([run["seconds"] for run in found], 2)]
         cells += [spread([run["cpu_seconds"] for run in found], 1), spread(ratios, 2)]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def whole(args: argparse.Namespace) -> str:
+    """Some full-size shards of GLM-5.2 with holes for weights, written for real, and from that the whole model.
+
+    Reading a hole costs the CPU about what reading a cached page does, and no disk. What the disk adds is arithmetic:
+    bytes by its speed, unless the cores are slower.
+    """
+    from make_full_layout import make_full_layout
+
+    import glmquant
+    from glmquant.mxfp4.kernel import FusedBackend
+    from glmquant.streaming import Streamer
+
+    layout, out = args.work / "full", args.work / "out"
+    if not layout.exists():
+        make_full_layout(layout)
+    planned = glmquant.plan(layout, recipe=args.recipe)
+    cores = machine()["cores"]
+    step = max(1, len(planned.plan.shards) // args.shards)
+    chosen = planned.plan.shards[::step][: args.shards]
+    headers = {header.file: header for header in planned.checkpoint.shards}
+    bytes_in = sum(headers[shard.file].file_size for shard in chosen)
+    bytes_out = sum(shard.file_size for shard in chosen)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    quiet: Callable[[object], object] = lambda _: None  # noqa: E731
+    streamer = Streamer([FusedBackend()], cores, quiet, quiet, drop_behind=True, allow_zeros=True)
+    begun, used = time.monotonic(), cpu_seconds()
+    streamer.run(chosen, headers, layout, out)
+    seconds, used = time.monotonic() - begun, cpu_seconds() - used
+    shutil.rmtree(out)
+    total_in, total_out = planned.checkpoint.file_bytes, planned.plan.disk_needed
+    work = used * total_in / bytes_in
+    lines = [
+        f"{title()}; {len(chosen)} shards of {len(headers)}, {bytes_in / 1e9:.0f} GB of holes in, "
+        f"{bytes_out / 1e9:.1f} GB out: {seconds:.0f} s, {used:.0f} CPU s, "
+        f"{memory(os.getpid())[0] / 1e6:.0f} MB at most",
+        "",
+        f"All of GLM-5.2, {total_in / 1e12:.2f} TB in and {total_out / 1e12:.2f} TB out, {work:.0f} CPU s:",
+        "",
+        "| disk, GB/s | " + " | ".join(f"{count} cores" for count in (2, 8, 32)) + " |",
+        "|--:|--:|--:|--:|",
+    ]
+    for disk in (0.5, 1, 3, 7, 14):
+        minutes = [max((total_in + total_out) / disk / 1e9, work / count) / 60 for count in (2, 8, 32)]
+        lines.append(f"| {disk:g} | " + " | ".join(f"{value:.0f} min" for value in minutes) + " |")
     return "\n".join(lines)
 
 
@@ -538,10 +587,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--recipe", default="moe", help="what to quantize (default moe)")
     add("--cold", action="store_true", help="drop the input from the page cache before each run, not load it")
     add("--json", type=Path, metavar="FILE", help="where to store the result (default: bench.json in --work)")
-    verbs = parser.add_subparsers(dest="verb", metavar="[growth | scaling | kernel]")
+    verbs = parser.add_subparsers(dest="verb", metavar="[growth | scaling | whole | kernel]")
     line = verbs.add_parser("growth", help="the whole job on 1, 2, 4 and 8 GB")
     line.add_argument("--most", type=int, default=8, metavar="GB", help="the largest source")
     verbs.add_parser("scaling", help="the whole job and the limit on 1 to n threads")
+    full = verbs.add_parser("whole", help="full-size shards, and what the whole model costs from that")
+    full.add_argument("--shards", type=int, default=12, metavar="N", help="shards to write (default 12: 19 GB)")
     kernel = verbs.add_parser("kernel", help="elements per second on 1 to n threads")
     kernel.add_argument("--rounds", type=int, default=15)
     kernel.add_argument("--no-quark", action="store_true", help="leave out Quark, whose import takes 15 s")
@@ -571,7 +622,9 @@ def main() -> None:
     else:
         args.work = args.work.resolve()
         args.work.mkdir(parents=True, exist_ok=True)
-        print({"growth": growth, "scaling": scaling}.get(args.verb, lambda args: table(bench(args)))(args))
+        print(
+            {"growth": growth, "scaling": scaling, "whole": whole}.get(args.verb, lambda args: table(bench(args)))(args)
+        )
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def kill(torture: Torture, every: int, instants: int, seed: int) -> str:
     steps = range(1, len(torture.calls) + 1, every)
     killed = sum(torture.accident(before(step)) == -signal.SIGKILL for step in steps)
     chosen = random.Random(seed)
-    at_random = [chosen.uniform(0, 1.1 * torture.seconds) for _ in range(instants)]
+    at_random = [chosen.uniform(0, 0.8 * torture.seconds) for _ in range(instants)]
     late = sum(torture.accident(lambda *_: None, kill_after=seconds) == -signal.SIGKILL for seconds in at_random)
     return (
         f"{killed} kills before a system call of {len(torture.calls)}, {late} of {instants} at random instants: 0 lost"

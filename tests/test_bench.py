@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,8 @@ def test_an_unknown_tool_is_refused() -> None:
     assert done.returncode == 2 and "unknown tool 'nonsense'" in done.stderr
 
 
-def test_growth_and_scaling_run_the_whole_job_at_each_size_and_number_of_threads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_growth_scaling_and_whole_run_the_job_at_each_size_and_number_of_threads(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("bench", SCRIPT)
@@ -66,12 +67,14 @@ def test_growth_and_scaling_run_the_whole_job_at_each_size_and_number_of_threads
     small = {"hidden": 256, "moe_intermediate": 64, "intermediate": 64, "vocab": 512, "experts": 8, "layers": 2}
     monkeypatch.setattr(bench, "SIZES", small)
     monkeypatch.setattr(bench, "GROWTH", {1: 4, 2: 8, 3: 16})
-    for verb in (["growth", "--most", "2"], ["scaling"]):
+    shutil.copytree(tiny, tmp_path / "full")
+    for verb in (["growth", "--most", "2"], ["scaling"], ["whole", "--shards", "1"]):
         monkeypatch.setattr(sys, "argv", ["bench.py", "--work", str(tmp_path), "--runs", "1", *verb])
         bench.main()
     printed = capsys.readouterr().out.splitlines()
     rows = [line.split("|") for line in printed if line.startswith("| ")]
     assert any(line.startswith("seconds = ") and line.endswith(" x GB") for line in printed)
     assert rows[0][1].strip() == "GB in" and 0 < float(rows[1][1]) < float(rows[2][1]) + 0.01
-    assert {row[1].strip() for row in rows[4:]} == {"glmquant", "limit"}
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"source", "source-1", "source-2"}
+    assert {row[1].strip() for row in rows[4:8]} == {"glmquant", "limit"}
+    assert rows[8][1].strip() == "disk, GB/s" and all(row[2].endswith(" min ") for row in rows[9:]) and rows[9:]
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"source", "source-1", "source-2", "full"}
