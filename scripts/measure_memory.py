@@ -3,14 +3,14 @@
 
     python scripts/measure_memory.py
 
-makes 3 GB of random weights twice (two layers with few experts, of GLM-5.2's widths): in shards of 0.3 GB, and
-in one of 3 GB. It quantizes each with either backend, in a process of its own, and prints a Markdown table:
+makes 5 GB of random weights twice (two layers with few experts, of GLM-5.2's widths): in shards of 0.3 GB, and
+in one of 5 GB. It quantizes each with either backend, in a process of its own, and prints a Markdown table:
 
   peak RSS    most memory that process held at once, its code included
   anonymous   of that, what no file backs: buffers and temporaries (the highest of samples 5 ms apart)
 
 The rows of the tiny checkpoint show what starting takes: for quark, importing torch and Quark.
-Linux only. Needs 5 GB of disk, which it gives back, and about 5 minutes on two cores.
+Linux only. Needs 8 GB of disk, which it gives back, and about 5 minutes on two cores.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from make_tiny_glm import make_tiny_glm
 
 ROOT = Path(__file__).resolve().parent.parent
 # GLM-5.2's widths; its vocabulary, experts and layers would be 154880, 256 and 78.
-WIDE = {"hidden": 6144, "moe_intermediate": 2048, "intermediate": 12288, "vocab": 24000, "experts": 26, "layers": 2}
+WIDE = {"hidden": 6144, "moe_intermediate": 2048, "intermediate": 12288, "vocab": 24000, "experts": 51, "layers": 2}
 CHECKPOINTS = {
     "tiny": {"layers": 2, "shards": 1},
-    "small shards": WIDE | {"shards": 11},
+    "small shards": WIDE | {"shards": 17},
     "one big shard": WIDE | {"shards": 1},
 }
 
