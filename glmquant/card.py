@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from glmquant.checkpoint.header import open_regular
 from glmquant.engines.targets import span
 from glmquant.exclusions import ExclusionList
 from glmquant.planner import Plan
+from glmquant.text import printable
+
+# Front matter is a few lines; the rest of a card is not read.
+_MAX_CARD = 20_000
+_MAX_VALUE = 200
 
 
 def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: Mapping[str, Any]) -> str:
-    """Markdown with Hub metadata; licence, languages and pipeline tag are taken over from the source's card."""
-    name = str(record["base_model"]).rpartition("/")[2]
-    versions = ", ".join(f"{tool} {number}" for tool, number in record["versions"].items())
+    """Markdown with Hub metadata; licence, languages and pipeline tag are taken over from the source's card.
+
+    Names and texts that come from the checkpoint, its path or the command are data: neither HTML nor Markdown.
+    """
+    name = _plain(str(record["base_model"]).rpartition("/")[2])
+    versions = _plain(", ".join(f"{tool} {number}" for tool, number in record["versions"].items()))
     lines = [
         "---",
         yaml.safe_dump(_metadata(source_card, record), sort_keys=False, allow_unicode=True).strip(),
@@ -24,12 +35,13 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
         "",
         f"# {name} in MXFP4",
         "",
-        f"Recipe `{plan.recipe.name}`: {plan.recipe.about}. Weights are MXFP4 (OCP MX v1.0: E2M1 elements, one E8M0",
+        f"Recipe {_code(plan.recipe.name)}: {_plain(plan.recipe.about)}. "
+        "Weights are MXFP4 (OCP MX v1.0: E2M1 elements, one E8M0",
         "scale per 32) with AMD Quark's rounding; activations are quantized dynamically by the engine.",
         "Everything else is byte for byte the source's.",
         "",
         "```",
-        str(record["command"]),
+        _one_line(str(record["command"])),
         "```",
         "",
         f"Made with {versions}" + (", the fused kernel giving Quark's bits." if record["backend"] == "fused" else "."),
@@ -39,7 +51,7 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
     ]
     for row in plan.groups():
         dtype = row.dtype_out if row.dtype_in == row.dtype_out else f"{row.dtype_in} -> {row.dtype_out}"
-        lines.append(f"| {row.group} | {row.tensors:,} | {row.bytes_in:,} | {row.bytes_out:,} | {dtype} |")
+        lines.append(f"| {_plain(row.group)} | {row.tensors:,} | {row.bytes_in:,} | {row.bytes_out:,} | {dtype} |")
     lines += [
         f"| total | {len(plan.weight_map):,} | {plan.bytes_in:,} | {plan.total_size:,} | |",
         "",
@@ -53,7 +65,7 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
         f"`quantization_config.exclude` ({len(exclusions.entries)} entries) was checked against models of these",
         f"releases: {span(exclusions.targets)}.",
     ]
-    lines += ["", *(f"- {need}" for need in exclusions.needs)] if exclusions.needs else []
+    lines += ["", *(f"- {_plain(str(need))}" for need in exclusions.needs)] if exclusions.needs else []
     return "\n".join(lines) + "\n"
 
 
@@ -63,22 +75,45 @@ _DRAFT = (
 )
 
 
+def _one_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def _plain(text: str) -> str:
+    """Text that renders as itself wherever it stands in a line of Markdown."""
+    return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", " ".join(printable(text).split())), quote=False)
+
+
+def _code(text: str) -> str:
+    return "`" + _one_line(text).replace("`", "'") + "`"
+
+
 def _metadata(source_card: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"base_model": record["base_model"], "base_model_relation": "quantized"}
+    metadata: dict[str, Any] = {"base_model": _one_line(record["base_model"]), "base_model_relation": "quantized"}
     source = _front_matter(source_card)
     for key in ("license", "license_name", "license_link", "language", "pipeline_tag"):
-        if key in source:
+        if _harmless(source.get(key)):
             metadata[key] = source[key]
-    metadata["library_name"] = source.get("library_name", "transformers")
+    library = source.get("library_name")
+    metadata["library_name"] = library if isinstance(library, str) and _harmless(library) else "transformers"
     metadata["tags"] = ["mxfp4", "quark", "glmquant"]
     return metadata
+
+
+def _harmless(value: Any) -> bool:
+    """A short text of one line, or a few of them: all that these keys ever hold."""
+    if isinstance(value, list):
+        return 0 < len(value) <= _MAX_VALUE and all(isinstance(item, str) and _harmless(item) for item in value)
+    return isinstance(value, str) and 0 < len(value) <= _MAX_VALUE and value.isprintable()
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
     """The YAML block between the first two `---` lines; nothing of it matters enough to fail over."""
     try:
-        head, found, _ = card.read_text(encoding="utf-8").removeprefix("---\n").partition("\n---\n")
-        data = yaml.safe_load(head) if found else None
-    except (OSError, ValueError, yaml.YAMLError):
+        with open_regular(card) as file:
+            text = file.read(_MAX_CARD).decode(errors="replace").replace("\r\n", "\n")
+        head, found, _ = text.removeprefix("---\n").partition("\n---\n")
+        data = yaml.load(head, Loader=yaml.BaseLoader) if found else None  # all scalars stay texts
+    except (OSError, yaml.YAMLError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

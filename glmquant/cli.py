@@ -8,21 +8,23 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from glmquant import pipeline
 from glmquant.checkpoint.source import unfinished
 from glmquant.engines.targets import DEFAULT_TARGETS, Target, span
-from glmquant.errors import GlmquantError
+from glmquant.errors import GlmquantError, OutputError
 from glmquant.exclusions import ExclusionList
 from glmquant.findings import JSON_VERSION, SEVERITIES, Report
 from glmquant.mxfp4.choose import BACKENDS
 from glmquant.pipeline import PlanResult
 from glmquant.spelling import FORMS
+from glmquant.text import printable
 
 EPILOG = """\
 exit codes: 0 done, 1 a finding or an error, 2 wrong usage, 130 or 143 interrupted.
@@ -39,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parser().parse_args(argv)
     gc.set_threshold(100_000, 50, 100)  # plans are half a million objects that live on: a quarter of plan's time
-    logging.basicConfig(
-        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    log = logging.StreamHandler()
+    log.setFormatter(_PrintableLog("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, handlers=[log])
     signals = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code: int = args.run(args)
@@ -50,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GlmquantError as err:
         if args.verbose:
             logging.getLogger(__name__).exception("failed")
-        print(f"glmquant: error: {err}", file=sys.stderr)
+        _say(*f"glmquant: error: {err}".split("\n"), to=sys.stderr)
         return 1
     except BrokenPipeError:  # e.g. piped into head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _Interrupted as stop:
         command = unfinished(Path(args.output)) if hasattr(args, "output") else ""
-        print("glmquant: interrupted" + (f"\n  Continue with: {command}" if command else ""), file=sys.stderr)
+        _say("glmquant: interrupted", *([f"  Continue with: {command}"] if command else []), to=sys.stderr)
         return 128 + stop.number
     finally:
         for number, handler in signals.items():
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_options(plan)
     _targets_option(plan)
     _form_option(plan)
+    _shard_size_option(plan)
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     quantize = _verb(verbs, "quantize", _quantize, "write an MXFP4 checkpoint, then validate it")
@@ -101,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_options(quantize)
     _targets_option(quantize)
     _form_option(quantize)
+    _shard_size_option(quantize)
     quantize.add_argument(
         "--backend",
         choices=BACKENDS,
@@ -138,6 +142,21 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="remove each shard of SRC once its output is on disk and was read back: for a disk that cannot hold both",
     )
+    quantize.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: write shards as tasks of a Ray cluster that sees SRC and OUT (pip install 'glmquant[ray]')",
+    )
+    quantize.add_argument("--address", default="", help="of the Ray cluster, e.g. auto or ray://host:10001")
+    quantize.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="with --world-size: of several processes that write one OUT, write every WORLD-th shard from the N-th on "
+        "(default: SLURM_PROCID and SLURM_NTASKS, or torchrun's RANK and WORLD_SIZE)",
+    )
+    quantize.add_argument("--world-size", type=int, metavar="WORLD", help="how many processes there are")
     quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
     exclusions = _verb(
@@ -158,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         help="bf16 source, or a quantized folder of any producer; for diff also a config.json or a file with a list",
     )
     _recipe_options(exclusions)
-    _targets_option(exclusions)
+    _targets_option(exclusions, "--engine")
     _form_option(exclusions)
     exclusions.add_argument(
         "--format",
@@ -172,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
 
     validate = _verb(verbs, "validate", _validate, "check a quantized checkpoint against what engines ask for")
     validate.add_argument("checkpoint", metavar="CKPT", help="quantized folder of any producer")
-    _targets_option(validate)
+    _targets_option(validate, "--engine")
     validate.add_argument("--json", action="store_true", help="print JSON")
     validate.add_argument(
         "--fail-on",
@@ -205,7 +224,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
 
-        print(f"glmquant {version('glmquant')}")
+        _say(f"glmquant {version('glmquant')}")
         parser.exit()
 
 
@@ -235,10 +254,28 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _targets_option(parser: argparse.ArgumentParser) -> None:
+def _shard_size_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
+        help="pack the output's shards anew, layer by layer, to at most this (5GB, 500MB); default: as the source's",
+    )
+
+
+def _size(text: str) -> int:
+    """Bytes of `5GB`, `500MB` (powers of 1000, as huggingface_hub reads them) or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
+    size = int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " ")) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
+    return size
+
+
+def _targets_option(parser: argparse.ArgumentParser, *aliases: str) -> None:
     parser.add_argument(
         "--targets",
-        "--engine",
+        *aliases,
         default=DEFAULT_TARGETS,
         metavar="LIST",
         help=f"engine releases that must load the result, e.g. 'sglang>=0.5.16' (default: {DEFAULT_TARGETS})",
@@ -260,19 +297,21 @@ def _recipe_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    result = pipeline.plan(args.source, **_recipe_arguments(args))
+    result = pipeline.plan(args.source, **_recipe_arguments(args), max_shard_size=args.max_shard_size)
     if args.json:
         _print_json(_plan_json(result))
     else:
-        print("\n".join(_plan_lines(result)))
+        _say(*_plan_lines(result))
     return 0
 
 
 def _quantize(args: argparse.Namespace) -> int:
+    rank, world_size = _rank(args)
     result = pipeline.quantize(
         args.source,
         args.output,
         **_recipe_arguments(args),
+        max_shard_size=args.max_shard_size,
         backend=args.backend,
         device=args.device,
         workers=args.workers,
@@ -282,15 +321,32 @@ def _quantize(args: argparse.Namespace) -> int:
         verify_source=args.verify_source,
         allow_zeros=args.allow_zeros,
         delete_source_shards=args.delete_source_shards,
+        rank=rank,
+        world_size=world_size,
+        ray=args.address if args.engine == "ray" else None,
         progress=not args.quiet,
     )
     if not args.quiet:
         rate = result.plan.bytes_in / max(result.seconds, 1e-9) / 1e6
-        print(f"wrote {result.output} in {result.seconds:.1f} s ({rate:,.0f} MB/s of source)")
-        print("\n".join([*_table(result.plan), "", *_list_lines(result.exclusions)]))
-    if not args.quiet or not result.report.ok:
-        print("\n".join(_report_lines(result.report)))
-    return 0 if result.report.ok else 1
+        _say(f"wrote {result.output} in {result.seconds:.1f} s ({rate:,.0f} MB/s of source)")
+        _say(*_table(result.plan), "", *_list_lines(result.exclusions))
+    if result.report is None:
+        _say(f"rank {rank} of {world_size} is done; {result.missing} shards are left to other ranks")
+    elif not args.quiet or not result.report.ok:
+        _say(*_report_lines(result.report))
+    return 0 if result.ok else 1
+
+
+def _rank(args: argparse.Namespace) -> tuple[int, int]:
+    """From the options, else from what a launcher has set."""
+    if (args.rank is None) != (args.world_size is None):
+        raise OutputError("--rank and --world-size belong together")
+    if args.rank is not None:
+        return args.rank, args.world_size
+    for rank, size in (("SLURM_PROCID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE")):
+        if os.environ.get(rank, "").isdigit() and os.environ.get(size, "").isdigit():
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -300,12 +356,12 @@ def _verify(args: argparse.Namespace) -> int:
         _print_json({**dataclasses.asdict(done), "folder": str(done.folder), "errors": errors, "ok": done.ok})
         return 0 if done.ok else 1
     for problem in done.problems:
-        print(f"{problem.code}: {problem.message}" + (f"\n  {problem.hint}" if problem.hint else ""))
-    print(f"{done.folder}: {done.shards} shards, {done.bytes_read:,} bytes, {len(done.problems)} problems")
+        _say(f"{problem.code}: {problem.message}", *([f"  {problem.hint}"] if problem.hint else []))
+    _say(f"{done.folder}: {done.shards} shards, {done.bytes_read:,} bytes, {len(done.problems)} problems")
     if args.source:
-        print(f"{done.copied:,} tensors equal the source, {done.requantized:,} weights come out the same again")
+        _say(f"{done.copied:,} tensors equal the source, {done.requantized:,} weights come out the same again")
     for error in done.errors[:3]:
-        print(f"  {error.sqnr:.1f} dB, worst block {error.worst_block:.1%}: {error.name}")
+        _say(f"  {error.sqnr:.1f} dB, worst block {error.worst_block:.1%}: {error.name}")
     return 0 if done.ok else 1
 
 
@@ -316,7 +372,7 @@ def _exclusions(args: argparse.Namespace) -> int:
     if verb == "diff" and len(rest) == 2:
         return _diff(args, *rest)
     if rest:
-        print("glmquant exclusions: error: give one CKPT, or fix CKPT, or diff A B", file=sys.stderr)
+        _say("glmquant exclusions: error: give one CKPT, or fix CKPT, or diff A B", to=sys.stderr)
         return 2
     found = pipeline.resolve_exclusions(verb, **_recipe_arguments(args))
     if args.format == "json":
@@ -324,10 +380,10 @@ def _exclusions(args: argparse.Namespace) -> int:
     elif args.format == "table":
         width = max((len(entry.text) for entry in found.entries), default=0)
         for entry in found.entries:
-            print(f"{entry.text:{width}}  {entry.origin:10}  {entry.module}  {entry.source}".rstrip())
+            _say(f"{entry.text:{width}}  {entry.origin:10}  {entry.module}  {entry.source}".rstrip())
     else:
         texts = {"quark-globs": found.globs, "compressed-tensors": found.ignore}.get(args.format, lambda: found.texts)
-        print("\n".join(texts()))
+        _say(*texts())
     _print_notes(found)
     return 0
 
@@ -336,13 +392,13 @@ def _fix(args: argparse.Namespace, folder: str) -> int:
     done = pipeline.fix_exclusions(folder, targets=args.targets, form=args.form, dry_run=args.dry_run)
     for sign, entries in (("-", done.removed), ("+", done.added)):
         for entry in entries:
-            print(f"{sign} {entry}")
+            _say(f"{sign} {entry}")
     if done.backup:
-        print(f"{folder}/config.json mended; the old one is {done.backup.name}", file=sys.stderr)
+        _say(f"{folder}/config.json mended; the old one is {done.backup.name}", to=sys.stderr)
     elif tuple(done.exclusions.texts) == done.before:
-        print("nothing to do: the list is already the one that loads", file=sys.stderr)
+        _say("nothing to do: the list is already the one that loads", to=sys.stderr)
     else:
-        print("dry run: nothing was written", file=sys.stderr)
+        _say("dry run: nothing was written", to=sys.stderr)
     _print_notes(done.exclusions)
     return 0
 
@@ -353,14 +409,14 @@ def _diff(args: argparse.Namespace, a: str, b: str) -> int:
         _print_json([dataclasses.asdict(row) for row in rows])
     else:
         for row in rows:
-            print(f"{row.targets}: {row.role} {row.prefix}: {row.a} -> {row.b}")
-        print(f"{len(rows)} differences" if rows else "no difference on any target", file=sys.stderr)
+            _say(f"{row.targets}: {row.role} {row.prefix}: {row.a} -> {row.b}")
+        _say(f"{len(rows)} differences" if rows else "no difference on any target", to=sys.stderr)
     return int(bool(rows))
 
 
 def _print_notes(found: ExclusionList) -> None:
     for need in found.needs:
-        print(f"note: {need}", file=sys.stderr)
+        _say(f"note: {need}", to=sys.stderr)
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -383,12 +439,22 @@ def _validate(args: argparse.Namespace) -> int:
             }
         )
     else:
-        print("\n".join(_report_lines(report)))
+        _say(*_report_lines(report))
     return int(report.failed(args.fail_on))
 
 
+def _say(*lines: str, to: TextIO | None = None) -> None:
+    """Print lines; names in them come from strangers, and must neither act on the terminal nor look like a line."""
+    print("\n".join(printable(line).replace("\n", "\\n") for line in lines), file=to)
+
+
+class _PrintableLog(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2))  # ASCII: what a terminal would act on is escaped
 
 
 def _plan_json(result: PlanResult) -> dict[str, Any]:

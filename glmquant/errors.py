@@ -16,6 +16,10 @@ class GlmquantError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type[GlmquantError], tuple[str, str]]:
+        """So that it survives the way from another process."""
+        return type(self), (self.message, self.hint)
+
 
 class CheckpointError(GlmquantError):
     """A checkpoint on disk is damaged, incomplete or not what the verb needs."""

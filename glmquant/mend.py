@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from glmquant.checkpoint.formats import stored_formats
+from glmquant.checkpoint.header import open_regular, parse_json
 from glmquant.checkpoint.layers import Layers, read_layers
 from glmquant.checkpoint.manifest import replace_file
-from glmquant.checkpoint.source import CONFIG, inspect, read_json
+from glmquant.checkpoint.source import CONFIG, MAX_JSON_BYTES, inspect, read_json, refuse_link_outside
 from glmquant.checkpoint.writer import copy_file
 from glmquant.engines.sglang import Sglang
 from glmquant.engines.targets import ENGINES, Target, span
 from glmquant.errors import CheckpointError, GlmquantError
 from glmquant.exclusions import ExclusionList, resolve
 from glmquant.recipe import load_architecture
+from glmquant.text import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class Difference:
     b: str
 
 
+# Problems after which it is not known what a checkpoint holds.
+_UNTRUSTED = ("bad-header", "duplicate-tensor", "missing-shard", "bad-index", "index-path", "link-outside")
+
+
 def on_disk(folder: Path, targets: Sequence[Target], form: str) -> ExclusionList:
     """The list for a folder as it is stored: the truth is in the shards, not in its config.
 
@@ -65,7 +72,7 @@ def on_disk(folder: Path, targets: Sequence[Target], form: str) -> ExclusionList
     """
     checkpoint, problems = inspect(folder)
     for problem in problems:
-        if problem.code in ("bad-header", "duplicate-tensor", "missing-shard", "bad-index", "index-path"):
+        if problem.code in _UNTRUSTED:
             raise problem.error()
     config = checkpoint.config.get("quantization_config")
     if isinstance(config, dict) and config.get("layer_quant_config"):
@@ -97,7 +104,8 @@ def fix(folder: Path, targets: Sequence[Target], form: str = "auto", dry_run: bo
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise CheckpointError(f"{CONFIG}: no quantization_config: nothing to mend", "Is this a quantized checkpoint?")
-    before = quantization.get("exclude") or []
+    listed = quantization.get("exclude")
+    before = [e if isinstance(e, str) else short(e) for e in listed] if isinstance(listed, list) else []
     if dry_run or before == found.texts:
         return Fix(folder, tuple(before), found, None)
     quantization["exclude"] = found.texts
@@ -111,7 +119,7 @@ def fix(folder: Path, targets: Sequence[Target], form: str = "auto", dry_run: bo
 def _like(original: Path, config: dict[str, Any]) -> bytes:
     """JSON with the original's indentation and end of file, so that a textual diff shows the list only."""
     text = original.read_text(encoding="utf-8")
-    indent = re.match(r"\{\n( +|\t+)\"", text)
+    indent = re.match(r"\{\n( {1,16}|\t{1,4})\"", text)
     body = json.dumps(config, indent=indent[1] if indent else 2, ensure_ascii=False)
     return (body + ("\n" if text.endswith("\n") else "")).encode()
 
@@ -152,15 +160,22 @@ def _word(answer: bool | str) -> str:
 
 def _read_list(path: Path) -> tuple[list[str], Layers | None]:
     if path.is_dir():
+        refuse_link_outside(path, CONFIG)
         path = path / CONFIG
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
+                raise GlmquantError(f"{path}: {size:,} bytes is too big for an exclude list or a config.json")
+            content = file.read(MAX_JSON_BYTES)
+        text = content.decode()
     except (OSError, ValueError) as err:
         raise GlmquantError(f"{path}: cannot be read: {err}") from err
     try:
-        data = json.loads(text)
-    except ValueError:
+        data = parse_json(content)
+    except json.JSONDecodeError:
         return [line.strip() for line in text.splitlines() if line.strip()], None
+    except (ValueError, RecursionError) as err:
+        raise GlmquantError(f"{path}: not valid JSON: {err}") from err
     if isinstance(data, dict):
         config = data.get("quantization_config", data)
         entries = config.get("exclude") if isinstance(config, dict) else None

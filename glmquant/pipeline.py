@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version as installed_version
 from pathlib import Path
 
-from glmquant.card import make_card
 from glmquant.checkpoint.checksums import check_source
 from glmquant.checkpoint.header import ShardHeader
 from glmquant.checkpoint.layers import read_layers
-from glmquant.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    Run,
-    ShardRecord,
-    digest,
-    file_digest,
-    lasting,
-    open_run,
-)
-from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, open_source, read_json, unfinished
-from glmquant.checkpoint.writer import ShardWriter, check_place, check_space, copy_file, write_file
+from glmquant.checkpoint.manifest import open_run
+from glmquant.checkpoint.source import CONFIG, Checkpoint, open_source, read_json
+from glmquant.checkpoint.writer import check_place
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
-from glmquant.errors import CheckpointError, GlmquantError, OutputError
+from glmquant.errors import CheckpointError, OutputError
 from glmquant.exclusions import ExclusionList, resolve
 from glmquant.findings import Report
+from glmquant.finishing import finish
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
-from glmquant.mxfp4.backend import Backend
 from glmquant.mxfp4.choose import make_backends, threads_for
-from glmquant.mxfp4.config import quantization_config
 from glmquant.planner import Plan, make_plan
 from glmquant.recipe import load_architecture, select_recipe
-from glmquant.resume import check_deletable, delete_shard, deleted_headers, fingerprint, intact
-from glmquant.streaming import Advance, Streamer, available_memory, default_workers
+from glmquant.shards import Work, check_deletable, continuable, deleted_headers, fingerprint, write_shards
+from glmquant.streaming import Advance, default_workers
 from glmquant.validator import validate_folder
 from glmquant.verifier import Verification, verify_output
 
 logger = logging.getLogger(__name__)
-
-CARD = "README.md"
-RECORD = "glmquant.json"
 
 Folder = str | os.PathLike[str]
 
@@ -76,13 +60,22 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """A finished run: where the output is, what was planned, and what the validator says of it."""
+    """A finished run: where the output is, what was planned, and what the validator says of it.
+
+    `report` is None for a rank that ended while others still had `missing` shards to write.
+    """
 
     output: Path
     plan: Plan
     exclusions: ExclusionList
-    report: Report
+    report: Report | None
     seconds: float
+    missing: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong with what was written."""
+        return self.report is None or self.report.ok
 
 
 def plan(
@@ -93,22 +86,24 @@ def plan(
     keep: Sequence[str] = (),
     targets: str = DEFAULT_TARGETS,
     form: str = "auto",
+    max_shard_size: int | None = None,
 ) -> PlanResult:
     """Plan a quantization from headers alone: no weight is read, nothing is written.
 
     Args:
-        source: folder of a bf16 checkpoint, or a hub-cache snapshot.
+        source: folder of a bf16 or block-scaled FP8 checkpoint, or a hub-cache snapshot.
         recipe: a name from exclusions/<model_type>.yaml, or a file of your own (`my.yaml`, `my.yaml:name`).
         quantize, keep: overrides, globs (or `re:` regexes) over module names; keep wins.
         targets: engine releases that must load the result, e.g. `sglang>=0.5.13,vllm`.
         form: spelling of the exclude list: `auto`, `literal` (no regex) or `regex` (as short as possible).
+        max_shard_size: bytes; pack the output's shards anew, layer by layer, instead of one for each source shard.
 
     Raises:
         CheckpointError: the source is damaged, incomplete or already quantized.
         RecipeError: unknown model type or recipe, or a combination that no engine loads.
         ExclusionError: no exclude list serves all targets.
     """
-    return _plan(source, recipe, quantize, keep, targets, form, {})
+    return _plan(source, recipe, quantize, keep, targets, form, max_shard_size, {})
 
 
 def _plan(
@@ -118,19 +113,21 @@ def _plan(
     keep: Sequence[str],
     targets: str,
     form: str,
+    max_shard_size: int | None,
     deleted: Mapping[str, ShardHeader],
 ) -> PlanResult:
     checkpoint = open_source(source, deleted)
     architecture = load_architecture(checkpoint.model_type)
     architecture, chosen = select_recipe(architecture, recipe)
     layers = read_layers(checkpoint.config)
-    planned = make_plan(checkpoint, architecture, chosen.with_overrides(quantize, keep), layers)
+    planned = make_plan(checkpoint, architecture, chosen.with_overrides(quantize, keep), layers, max_shard_size)
     exclusions = resolve(planned.formats, layers, architecture, parse_targets(targets), form)
     options = ["--recipe", recipe or chosen.name]
     options += [word for pattern in quantize for word in ("--quantize", pattern)]
     options += [word for pattern in keep for word in ("--keep", pattern)]
     options += ["--targets", targets] if targets != DEFAULT_TARGETS else []
     options += ["--form", form] if form != "auto" else []
+    options += ["--max-shard-size", str(max_shard_size)] if max_shard_size is not None else []
     return PlanResult(checkpoint, planned, exclusions, tuple(options))
 
 
@@ -147,7 +144,8 @@ def resolve_exclusions(
 
     Raises: as `plan`; CheckpointError if a quantized folder is given together with a recipe or overrides.
     """
-    if not read_json(Path(checkpoint) / CONFIG).get("quantization_config"):
+    quantization = read_json(Path(checkpoint) / CONFIG).get("quantization_config")
+    if not quantization or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"):
         return plan(checkpoint, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form).exclusions
     if recipe or quantize or keep:
         raise CheckpointError(
@@ -214,6 +212,7 @@ def quantize(
     keep: Sequence[str] = (),
     targets: str = DEFAULT_TARGETS,
     form: str = "auto",
+    max_shard_size: int | None = None,
     backend: str = "auto",
     device: str = "cpu",
     workers: int | None = None,
@@ -223,6 +222,9 @@ def quantize(
     verify_source: bool = False,
     allow_zeros: bool = False,
     delete_source_shards: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    ray: str | None = None,
     progress: bool = False,
 ) -> QuantizeResult:
     """Write an MXFP4 checkpoint; see `plan` for the arguments it shares.
@@ -240,6 +242,9 @@ def quantize(
         verify_source: first compare the source with the checksums that came with it; see checkpoint/checksums.py.
         allow_zeros: accept a weight that is all zeros, normally a sign of a damaged download.
         delete_source_shards: remove each source shard once its output is durable and was read back.
+        rank, world_size: of several processes, on any machines, that write one output in a shared folder: each writes
+            every world_size-th shard, and the last to end the rest. Each may be started again.
+        ray: address of a Ray cluster whose tasks write the shards ('' starts one here); see cluster.py.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -247,153 +252,50 @@ def quantize(
         takes it for finished; finished shards are kept for `resume`.
     """
     begun, out = time.monotonic(), Path(output)
+    resume = resume or world_size > 1  # the ranks of one run meet in its folder
     deleted = deleted_headers(out) if resume else {}
-    result = _plan(source, recipe, quantize, keep, targets, form, deleted)
-    folder = result.checkpoint.folder
-    check_place(out, folder)
+    result = _plan(source, recipe, quantize, keep, targets, form, max_shard_size, deleted)
+    checkpoint, planned = result.checkpoint, result.plan
+    check_place(out, checkpoint.folder)
     if delete_source_shards:
-        check_deletable(result.checkpoint, deleted)
+        check_deletable(checkpoint, deleted)
+    if not 0 <= rank < world_size:
+        raise OutputError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
     backends = make_backends(backend, device, check_backend)
-    base = base_model or _guess_base_model(folder)
+    base = base_model or _guess_base_model(checkpoint.folder)
     threads = threads_for(backends, workers or default_workers())
-    decides = fingerprint(result.checkpoint, result.plan, result.exclusions.texts, base, backends[0])
+    work = Work(threads, allow_zeros, delete_source_shards, rank, world_size, ray)
+    decides = fingerprint(checkpoint, planned, result.exclusions.texts, base, backends[0])
     words = ["glmquant", "quantize", str(source), str(output), *result.options]
     words += ["--base-model", base_model] if base_model else []
     words += ["--backend", backend] if backend != "auto" else []
-    words += [
-        option
-        for option, wanted in (("--allow-zeros", allow_zeros), ("--delete-source-shards", delete_source_shards))
-        if wanted
-    ]
-    with open_run(out, decides, shlex.join([*words, "--resume"]), resume) as run:
+    words += ["--allow-zeros"] if allow_zeros else []
+    words += ["--delete-source-shards"] if delete_source_shards else []
+    words += ["--engine", "ray"] if ray is not None else []
+
+    def bar(total: int, doing: str) -> AbstractContextManager[Advance]:
+        return _progress(total, progress, doing)
+
+    mine = [shard.file for shard in planned.shards[rank::world_size]]
+    missing: set[str] = set()
+    with open_run(out, decides, shlex.join([*words, "--resume"]), resume, (rank, world_size)) as run:
         if not run.finished:
-            with _continuable(run, [shard.file for shard in result.plan.shards]):
+            with continuable(run, mine, alone=world_size == 1):
                 if verify_source:
-                    with _progress(result.checkpoint.file_bytes, progress, "verifying source") as advance:
-                        check_source(result.checkpoint, threads, advance)
-                _write_shards(result, run, backends, threads, progress, allow_zeros, delete_source_shards)
-                _finish(result, run, backends[0], base)
+                    with bar(checkpoint.file_bytes, "verifying source") as advance:
+                        check_source(checkpoint, threads, advance)
+                small = result.disk_needed - planned.disk_needed
+                write_shards(checkpoint, planned, run, backends, work, small, bar)
+                with run.finishing() as needed:
+                    if needed:
+                        missing = {shard.file for shard in planned.shards} - run.records().keys()
+                    if needed and not missing:
+                        finish(checkpoint, planned, result.exclusions, result.options, run, backends[0], base)
+            if missing:
+                return QuantizeResult(out, planned, result.exclusions, None, time.monotonic() - begun, len(missing))
         run.finish()
     report = validate_folder(out, parse_targets(targets))
-    return QuantizeResult(out, result.plan, result.exclusions, report, time.monotonic() - begun)
-
-
-def _write_shards(
-    result: PlanResult,
-    run: Run,
-    backends: Sequence[Backend],
-    threads: int,
-    progress: bool,
-    allow_zeros: bool,
-    delete_source: bool,
-) -> None:
-    """All shards that are not in the output yet; their space is taken before the first byte is written."""
-    source, out, memory = result.checkpoint.folder, run.output, available_memory()
-    headers = {header.file: header for header in result.checkpoint.shards}
-    run.drop_partials(headers)
-    records = run.records()
-    kept: dict[str, ShardRecord] = {}
-    if records:
-        with _progress(sum(record.size for record in records.values()), progress, "checking") as advance:
-            kept = intact(out, records, threads, advance)
-    todo = [shard for shard in result.plan.shards if shard.file not in kept]
-
-    def finished(record: ShardRecord) -> None:
-        run.record(record)
-        if delete_source:
-            delete_shard(source, run, headers[record.file], record)
-
-    small = result.disk_needed - result.plan.disk_needed
-    if delete_source:
-        for file, record in kept.items():
-            if (source / file).exists():
-                delete_shard(source, run, headers[file], record)
-        # Each shard frees more than the next one takes; only those that are open at once must fit.
-        check_space(out, small + sum(sorted((shard.file_size for shard in todo), reverse=True)[: threads + 1]))
-    else:
-        check_space(out, small + sum(shard.file_size for shard in todo))
-        for shard in todo:
-            ShardWriter(out, shard.file, shard.header, shard.file_size).reserve()
-    total = sum(job.source.nbytes for shard in todo for job in shard.jobs)
-    with _progress(total, progress, "quantizing") as advance:
-        drop = delete_source or (memory is not None and total > memory // 2)
-        streamer = Streamer(backends, threads, advance, finished, drop_behind=drop, allow_zeros=allow_zeros)
-        streamer.run(todo, headers, source, out)
-
-
-@contextmanager
-def _continuable(run: Run, files: Sequence[str]) -> Iterator[None]:
-    """After an error or a signal: nothing half-written stays, finished shards do, and the error says how to go on."""
-    try:
-        yield
-    except BaseException as err:
-        run.drop_partials(files)
-        if not any((run.output / file).exists() for file in files):
-            run.abandon()
-        elif isinstance(err, GlmquantError):
-            hint = f"Finished shards are kept. Continue with: {unfinished(run.output)}"
-            raise type(err)(err.message, "\n  ".join(filter(None, (err.hint, hint)))) from err
-        raise
-
-
-def _finish(result: PlanResult, run: Run, backend: Backend, base_model: str) -> None:
-    """Everything that is not a shard: index, side files, record, card, manifest, and config.json last."""
-    source, out, shards = result.checkpoint, run.output, run.records()
-    files: dict[str, tuple[int, str]] = {}
-
-    def write(name: str, content: bytes) -> None:
-        write_file(out, name, content)
-        files[name] = (len(content), digest(content))
-
-    if source.weight_map is not None:
-        index = {"metadata": {"total_size": result.plan.total_size}, "weight_map": result.plan.weight_map}
-        write(INDEX, json.dumps(index, indent=2, ensure_ascii=False).encode())
-    for name in source.side_files:
-        if name not in (CARD, RECORD, MANIFEST):
-            copy_file(source.folder / name, out, name)
-            files[name] = ((out / name).stat().st_size, file_digest(out / name))
-    record = _record(result, backend, base_model)
-    write(RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
-    write(CARD, make_card(source.folder / CARD, result.plan, result.exclusions, record).encode())
-    config = {
-        **source.config,
-        "quantization_config": quantization_config(result.exclusions.texts, backend.version),
-    }
-    content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    files[CONFIG] = (len(content), digest(content))
-    ordered = {shard.file: shards[shard.file] for shard in result.plan.shards}
-    write_file(out, MANIFEST, Manifest(lasting(run.fingerprint), ordered, files).encode())
-    try:
-        write_file(out, CONFIG, content)
-    except OutputError:
-        (out / CONFIG).unlink(missing_ok=True)  # it may have its name already, and not be durable
-        raise
-
-
-def _record(result: PlanResult, backend: Backend, base_model: str) -> dict[str, object]:
-    """What was done, for people and tools: goes into the output as glmquant.json."""
-    recipe = result.plan.recipe
-    command = ["glmquant", "quantize", base_model, "OUT", *result.options]
-    return {
-        "base_model": base_model,
-        "recipe": recipe.name,
-        "rules": [{"group": r.group, "layers": r.layers, "reason": r.reason} for r in recipe.rules],
-        "overrides": [str(override) for override in recipe.overrides],
-        "command": shlex.join(command),
-        "backend": backend.name,
-        "versions": {"glmquant": installed_version("glmquant"), "amd-quark": backend.version},
-        "targets": [str(target) for target in result.exclusions.targets],
-        "needs": [str(need) for need in result.exclusions.needs],
-        "exclude": [
-            {
-                "entry": e.text,
-                "origin": e.origin,
-                "module": e.module,
-                **({"source": e.source} if e.source else {}),
-            }
-            for e in result.exclusions.entries
-        ],
-    }
+    return QuantizeResult(out, planned, result.exclusions, report, time.monotonic() - begun)
 
 
 def _guess_base_model(folder: Path) -> str:

@@ -12,12 +12,17 @@ from functools import cached_property
 from glmquant.checkpoint.formats import is_linear_weight, module_name
 from glmquant.checkpoint.header import TensorInfo, encode_header, layout_order, tensor_nbytes
 from glmquant.checkpoint.layers import Layers
-from glmquant.checkpoint.source import Checkpoint
+from glmquant.checkpoint.source import SINGLE, Checkpoint
+from glmquant.checkpoint.weights import Fp8Weight, offered, plain_dtype, shards_of
 from glmquant.errors import CheckpointError, RecipeError
 from glmquant.recipe import Architecture, Module, Recipe
 
 BLOCK = 32
 """Elements along in_features that share one E8M0 scale (OCP MX v1.0, section 5.2)."""
+
+
+Fate = tuple[TensorInfo, Module, bool]
+"""A source tensor, its module, and whether it is quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """One source tensor and what becomes of it: itself, or a packed weight and its scale."""
+    """One source tensor and what becomes of it: itself (FP8 as bf16), or a packed weight and its scale."""
 
     source: TensorInfo
     module: Module
@@ -44,18 +49,28 @@ class TensorJob:
         return len(self.outputs) == 2
 
     @property
+    def copied(self) -> bool:
+        """Whether its bytes are the source's."""
+        return not self.quantized and not isinstance(self.source, Fp8Weight)
+
+    @property
     def nbytes_out(self) -> int:
         return sum(out.end - out.start for out in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One output shard: its file name (the source's), header bytes, jobs in source order, and exact size."""
+    """One output shard: its file name, header bytes, jobs in source order, and exact size."""
 
     file: str
     header: bytes
     jobs: tuple[TensorJob, ...]
     file_size: int
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The source shards that it is made from."""
+        return frozenset(file for job in self.jobs for file in shards_of(job.source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +133,7 @@ class Plan:
         sums: dict[tuple[str, str, str], list[int]] = {}
         for job in self.jobs:
             group = "mtp" if job.module.is_mtp else job.module.group
-            dtype_out = "MXFP4" if job.quantized else job.source.dtype
+            dtype_out = "MXFP4" if job.quantized else job.outputs[0].dtype
             row = sums.setdefault((group, job.source.dtype, dtype_out), [0, 0, 0, 0])
             for i, add in enumerate((len(job.outputs), job.source.numel, job.source.nbytes, job.nbytes_out)):
                 row[i] += add
@@ -130,11 +145,18 @@ class Plan:
         return sorted(rows, key=lambda r: (order.index(r.group), r.dtype_out != "MXFP4", r.dtype_out))
 
 
-def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe, layers: Layers) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    recipe: Recipe,
+    layers: Layers,
+    max_shard_size: int | None = None,
+) -> Plan:
     """Lay out every output shard.
 
     Output shard k holds what source shard k held, in the order the reference safetensors writer uses (widest
-    dtype first, then name), so that every tensor stays aligned.
+    dtype first, then name), so that every tensor stays aligned. With `max_shard_size` shards are packed anew, layer by
+    layer, to at most so many bytes of tensors (or one tensor that is larger).
 
     Raises:
         CheckpointError: a weight to be quantized has in_features that are no multiple of 32, or the MTP layer
@@ -142,19 +164,29 @@ def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe
         RecipeError: an override matches nothing or a tensor that cannot be quantized, or the combination is one
             that the architecture file refuses.
     """
-    modules = {name: architecture.module(module_name(name), layers) for name in checkpoint.tensors}
-    _check_mtp(checkpoint, layers, modules)
+    parts = offered(checkpoint)
+    tensors = {tensor.name: tensor for shard in parts.values() for tensor in shard}
+    modules = {name: architecture.module(module_name(name), layers) for name in tensors}
+    _check_mtp(tensors, layers, modules)
     _check_overrides(recipe, modules)
-    shards = []
+    shards, all_fates = [], []
     for header in checkpoint.shards:
         fates = []
-        for tensor in header.tensors:
+        for tensor in parts[header.file]:
             module = modules[tensor.name]
             packed = tensor.name.endswith(".weight") and recipe.quantizes(module)
             if packed:
                 _check_quantizable(tensor, architecture)
             fates.append((tensor, module, packed))
-        shards.append(_lay_out(header.file, header.metadata, fates))
+        all_fates += fates
+        if max_shard_size is None:
+            shards.append(_lay_out(header.file, header.metadata, fates))
+    if max_shard_size is not None:
+        metadata = checkpoint.shards[0].metadata if checkpoint.shards else {}
+        packs = _pack(all_fates, max_shard_size)
+        names = [f"model-{n:05}-of-{len(packs):05}.safetensors" for n in range(1, len(packs) + 1)]
+        names = names if len(packs) > 1 else [SINGLE]
+        shards = [_lay_out(name, metadata, pack) for name, pack in zip(names, packs, strict=True)]
     plan = Plan(recipe, architecture, layers, tuple(shards))
     if not any(job.quantized for job in plan.jobs):
         raise RecipeError(f"recipe {recipe.name!r} quantizes nothing in this checkpoint")
@@ -162,15 +194,33 @@ def make_plan(checkpoint: Checkpoint, architecture: Architecture, recipe: Recipe
     return plan
 
 
-def _lay_out(file: str, metadata: dict[str, str], fates: list[tuple[TensorInfo, Module, bool]]) -> ShardPlan:
-    rows: list[tuple[str, str, tuple[int, ...]]] = []
-    for tensor, _, packed in fates:
-        if packed:
-            out_features, in_features = tensor.shape
-            rows.append((tensor.name, "U8", (out_features, in_features // 2)))
-            rows.append((tensor.name + "_scale", "U8", (out_features, in_features // BLOCK)))
-        else:
-            rows.append((tensor.name, tensor.dtype, tensor.shape))
+def _pack(fates: list[Fate], limit: int) -> list[list[Fate]]:
+    """Layer by layer (what is in none comes first), in the source's order; a weight and its scale stay together."""
+    packs: list[list[Fate]] = []
+    filled = 0
+    for fate in sorted(fates, key=lambda fate: -1 if fate[1].layer is None else fate[1].layer):
+        size = sum(tensor_nbytes(dtype, shape) for _, dtype, shape in _outputs(fate))
+        if not packs or filled + size > limit:
+            packs.append([])
+            filled = 0
+        packs[-1].append(fate)
+        filled += size
+    return packs
+
+
+def _outputs(fate: Fate) -> list[tuple[str, str, tuple[int, ...]]]:
+    tensor, _, packed = fate
+    if not packed:
+        return [(tensor.name, plain_dtype(tensor), tensor.shape)]
+    out_features, in_features = tensor.shape
+    return [
+        (tensor.name, "U8", (out_features, in_features // 2)),
+        (tensor.name + "_scale", "U8", (out_features, in_features // BLOCK)),
+    ]
+
+
+def _lay_out(file: str, metadata: dict[str, str], fates: list[Fate]) -> ShardPlan:
+    rows = [row for fate in fates for row in _outputs(fate)]
     position, placed = 0, {}
     header_rows = []
     for name, dtype, shape in sorted(rows, key=lambda row: layout_order(row[1], row[0])):
@@ -208,7 +258,7 @@ def _check_quantizable(tensor: TensorInfo, architecture: Architecture) -> None:
         )
 
 
-def _check_mtp(checkpoint: Checkpoint, layers: Layers, modules: Mapping[str, Module]) -> None:
+def _check_mtp(tensors: Mapping[str, TensorInfo], layers: Layers, modules: Mapping[str, Module]) -> None:
     present = {module.layer for module in modules.values() if module.is_mtp}
     for layer in layers.mtp:
         if layer not in present:
@@ -220,7 +270,7 @@ def _check_mtp(checkpoint: Checkpoint, layers: Layers, modules: Mapping[str, Mod
     for name, module in modules.items():
         if module.is_mtp and module.layer not in layers.mtp:
             raise CheckpointError(
-                f"{checkpoint.tensors[name].shard}: tensor {name!r} belongs to layer {module.layer}, but config.json "
+                f"{tensors[name].shard}: tensor {name!r} belongs to layer {module.layer}, but config.json "
                 f"declares {layers.count} layers and num_nextn_predict_layers {len(layers.mtp)}",
                 "Set num_nextn_predict_layers to the number of MTP layers.",
             )

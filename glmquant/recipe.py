@@ -6,7 +6,7 @@ A recipe only allows; everything it does not name stays as it is, and the exclus
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -15,10 +15,14 @@ from typing import Any
 
 import yaml
 
+from glmquant.checkpoint.header import open_regular
 from glmquant.checkpoint.layers import Layers
 from glmquant.errors import RecipeError
+from glmquant.text import short
 
 SCOPES = ("main", "mtp", "all")
+# The longest file here has 5 kB; PyYAML needs seconds for a megabyte.
+MAX_RECIPE_BYTES = 200_000
 _HERE = Path(__file__).parent
 
 
@@ -185,7 +189,7 @@ def load_architecture(model_type: str) -> Architecture:
     """
     if model_type not in known_model_types():
         raise RecipeError(
-            f"config.json: model_type {model_type!r} is unknown", f"Known: {', '.join(known_model_types())}."
+            f"config.json: model_type {short(model_type)} is unknown", f"Known: {', '.join(known_model_types())}."
         )
     return parse_architecture(recipe_folder() / f"{model_type}.yaml")
 
@@ -261,7 +265,7 @@ def parse_recipe_file(path: Path, base: Architecture) -> Architecture:
         raise RecipeError(f"{path}: no key 'extends'", f"Write 'extends: {base.model_type}'.")
     _keys(path, data, "", {"schema", "extends", "recipes", "refuse"})
     if data["extends"] != base.model_type:
-        raise RecipeError(f"{path}: extends {data['extends']!r}, but the checkpoint is {base.model_type!r}")
+        raise RecipeError(f"{path}: extends {short(data['extends'])}, but the checkpoint is {base.model_type!r}")
     names = {group.name for group in base.groups}
     recipes = _recipes(path, data, names)
     if not recipes:
@@ -306,8 +310,9 @@ def _refusals(path: Path, data: Mapping[str, Any], groups: set[str]) -> tuple[Re
             raise RecipeError(f"{path}: refuse: when is empty")
         for key, value in when.items():
             group, _, scope = key.partition(".")
+            shown = value if isinstance(value, str) else short(value)
             if group not in groups or scope not in ("main", "mtp") or value not in ("mxfp4", "plain"):
-                raise RecipeError(f"{path}: refuse: {key}: {value} is not <group>.<main|mtp>: <mxfp4|plain>")
+                raise RecipeError(f"{path}: refuse: {key}: {shown} is not <group>.<main|mtp>: <mxfp4|plain>")
         refusals.append(
             Refusal(when, _text(path, item, "reason"), _text(path, item, "instead"), _text(path, item, "source"))
         )
@@ -333,7 +338,7 @@ def _template(path: Path, template: str) -> re.Pattern[str]:
 def _regex(pattern: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as err:
+    except (re.error, RecursionError, OverflowError) as err:
         raise RecipeError(f"{where}: not a valid regular expression: {err}") from err
 
 
@@ -342,23 +347,35 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", node.start_mark)
+    keys: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(None, None, "a list or map as a key", key_node.start_mark)
+        if key in keys:
+            raise yaml.constructor.ConstructorError(None, None, f"key {short(key)} appears twice", key_node.start_mark)
+        keys.add(key)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:map", _strict_mapping)
 
 
+# PyYAML raises some of these for a wrong value behind an explicit tag, such as `!!bool x` or `!!int ""`.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        with open_regular(path) as file:
+            content = file.read(MAX_RECIPE_BYTES + 1)
+        if len(content) > MAX_RECIPE_BYTES:
+            raise RecipeError(f"{path}: more than {MAX_RECIPE_BYTES:,} bytes is no recipe file")
+        data = yaml.load(content.decode(), Loader=_StrictLoader)
     except OSError as err:
         raise RecipeError(f"{path}: cannot be read: {err.strerror or err}") from err
-    except (yaml.YAMLError, ValueError, RecursionError) as err:
-        raise RecipeError(f"{path}: not valid YAML: {err}") from err
+    except _YAML_ERRORS as err:
+        raise RecipeError(f"{path}: not valid YAML: {err or type(err).__name__}") from err
     if not isinstance(data, dict) or data.get("schema") != 1:
         raise RecipeError(f"{path}: must begin with 'schema: 1'")
     return data

@@ -52,7 +52,8 @@ class Cover:
     def globs(self) -> list[str]:
         tail = "*" if self.template.endswith(".") else ""
         numbers: Sequence[object] = ["*"] if self.layers is None else self.layers
-        return [self.template.format(layer=number) + tail for number in numbers]
+        # no str.format: a template may be the name of a stranger's tensor
+        return [self.template.replace("{layer}", str(number)) + tail for number in numbers]
 
 
 def forms(stored: Stored, architecture: Architecture, form: str) -> Iterator[tuple[str, list[Entry]]]:
@@ -179,7 +180,7 @@ def natural_order(modules: Iterable[str]) -> list[str]:
     """Layer 2 before layer 10: the list is read by people."""
 
     def key(name: str) -> list[tuple[bool, int, str]]:
-        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+        return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
     return sorted(modules, key=key)
 

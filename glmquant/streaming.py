@@ -10,7 +10,8 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import xxhash
 from glmquant.checkpoint.header import ShardHeader
 from glmquant.checkpoint.manifest import ShardRecord, digest, record_of
 from glmquant.checkpoint.source import ShardReader
+from glmquant.checkpoint.weights import WeightReader
 from glmquant.checkpoint.writer import ShardWriter
 from glmquant.errors import BackendError, CheckpointError
 from glmquant.mxfp4.backend import Backend
@@ -45,7 +47,7 @@ class _Shard:
     """
 
     plan: ShardPlan
-    reader: ShardReader
+    readers: Mapping[str, ShardReader]
     writer: ShardWriter
     pieces_left: int
     digests: list[tuple[int, int, str]]
@@ -63,6 +65,57 @@ class _Shard:
         if name in self.zeros and (bytes(written[:4096]).strip(b"\0") or bytes(written).strip(b"\0")):
             with self.lock:
                 self.zeros.discard(name)
+
+
+class SourceShards:
+    """The source's shards, opened when a shard of the output needs them and closed after the last one that does.
+
+    Args:
+        plans: the output shards that will be written, each once.
+        path: where a source shard is; may wait until it is there.
+        done: told each source shard that no output shard needs any more.
+    """
+
+    def __init__(
+        self,
+        headers: Mapping[str, ShardHeader],
+        plans: Sequence[ShardPlan],
+        path: Callable[[str], Path],
+        done: Callable[[str], object] | None = None,
+    ) -> None:
+        self._headers, self._path, self._done = headers, path, done
+        self._left = Counter(file for plan in plans for file in plan.sources)
+        self._open: dict[str, ShardReader] = {}
+        self._lock = threading.Lock()
+
+    def open(self, plan: ShardPlan) -> dict[str, ShardReader]:
+        """Readers of all it is made from, for the main thread.
+
+        Raises:
+            CheckpointError: one cannot be read, or changed since its header was.
+        """
+        for file in sorted(plan.sources - self._open.keys()):
+            reader = ShardReader(self._path(file), self._headers[file])
+            with self._lock:
+                self._open[file] = reader
+        return {file: self._open[file] for file in plan.sources}
+
+    def close(self, plan: ShardPlan, drop_pages: bool) -> None:
+        """This output shard is durable."""
+        for file in sorted(plan.sources):
+            with self._lock:
+                self._left[file] -= 1
+                reader = None if self._left[file] else self._open.pop(file)
+            if reader:
+                if drop_pages:
+                    reader.drop_pages()
+                reader.close()
+                if self._done:
+                    self._done(file)
+
+    def close_all(self) -> None:
+        for reader in self._open.values():
+            reader.close()
 
 
 class _Stopped(Exception):
@@ -114,7 +167,7 @@ class Streamer:
         self._started = 0
         self._lock = threading.Lock()
 
-    def run(self, shards: Sequence[ShardPlan], headers: dict[str, ShardHeader], source: Path, output: Path) -> None:
+    def run(self, shards: Sequence[ShardPlan], source: SourceShards, output: Path) -> None:
         """Write all shards; on the first error nothing more is begun and unfinished shards are removed.
 
         Raises:
@@ -131,12 +184,12 @@ class Streamer:
                     break
                 logger.info("writing %s", plan.file)
                 pieces = list(_cut(plan))
-                shard = self._open(plan, headers[plan.file], source, output, len(pieces))
+                shard = self._open(plan, source, output, len(pieces))
                 opened.append(shard)
                 if not pieces:
-                    self._publish(shard)
+                    self._publish(shard, source)
                     slots.release()
-                futures += [pool.submit(self._work, shard, piece, slots) for piece in pieces]
+                futures += [pool.submit(self._work, shard, piece, source, slots) for piece in pieces]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 if not future.cancelled():
@@ -149,8 +202,8 @@ class Streamer:
             raise
         finally:
             pool.shutdown()
+            source.close_all()
             for shard in opened:
-                shard.reader.close()
                 shard.writer.discard()
 
     def _raise_first(self, futures: list[Future[None]]) -> None:
@@ -164,25 +217,22 @@ class Streamer:
             self._local.backend = self._backends[self._started % len(self._backends)]
             self._started += 1
 
-    def _open(self, plan: ShardPlan, header: ShardHeader, source: Path, output: Path, pieces: int) -> _Shard:
-        reader = ShardReader(source, header)
-        try:
-            writer = ShardWriter(output, plan.file, plan.header, plan.file_size)
-            writer.open()
-        except BaseException:
-            reader.close()
-            raise
+    def _open(self, plan: ShardPlan, source: SourceShards, output: Path, pieces: int) -> _Shard:
+        readers = source.open(plan)
+        writer = ShardWriter(output, plan.file, plan.header, plan.file_size)
+        writer.open()
         zeros = {job.source.name for job in plan.jobs if _is_weight(job)} if not self._allow_zeros else set()
-        return _Shard(plan, reader, writer, pieces, [(0, len(plan.header), digest(plan.header))], zeros)
+        return _Shard(plan, readers, writer, pieces, [(0, len(plan.header), digest(plan.header))], zeros)
 
-    def _work(self, shard: _Shard, piece: _Piece, slots: threading.Semaphore) -> None:
+    def _work(self, shard: _Shard, piece: _Piece, source: SourceShards, slots: threading.Semaphore) -> None:
         if self._stop.is_set():
             return
         try:
-            shard.reader.will_need(piece.job.source.start + piece.start + piece.length, AHEAD)
-            digests = self._quantize(shard, piece.job) if piece.job.quantized else self._copy(shard, piece)
+            tensor = piece.job.source
+            shard.readers[tensor.shard].will_need(tensor.start + piece.start + piece.length, AHEAD)
+            digests = self._copy(shard, piece) if piece.job.copied else self._convert(shard, piece.job)
             if shard.piece_done(digests):
-                self._publish(shard)
+                self._publish(shard, source)
                 slots.release()
         except _Stopped:
             slots.release()
@@ -195,8 +245,9 @@ class Streamer:
         with self._lock:  # a progress bar counts with +=
             self._advance(count)
 
-    def _publish(self, shard: _Shard) -> None:
-        shard.reader.check_unchanged()
+    def _publish(self, shard: _Shard, source: SourceShards) -> None:
+        for reader in shard.readers.values():
+            reader.check_unchanged()
         if shard.zeros:
             raise CheckpointError(
                 f"{shard.plan.file}: tensor {min(shard.zeros)!r} is all zeros",
@@ -204,52 +255,48 @@ class Streamer:
             )
         record = record_of(shard.plan.file, shard.digests)
         shard.writer.publish(drop_pages=self._drop_behind)
-        if self._drop_behind:
-            shard.reader.drop_pages()
-        shard.reader.close()
         self._published(record)
+        source.close(shard.plan, self._drop_behind)
 
-    def _quantize(self, shard: _Shard, job: TensorJob) -> list[tuple[int, int, str]]:
+    def _convert(self, shard: _Shard, job: TensorJob) -> list[tuple[int, int, str]]:
+        """Quantize a weight, or write an FP8 one as bf16, some rows at a time."""
         tensor, local = job.source, self._local
         rows, columns = tensor.shape
-        row_bytes = tensor.nbytes // rows
+        weight = WeightReader(shard.readers, tensor)
         step = min(rows, max(1, local.backend.chunk_elements // columns))
-        local.source = _at_least(local.source, step * row_bytes)
-        local.packed = _at_least(local.packed, step * columns // 2)
-        local.scale = _at_least(local.scale, step * columns // BLOCK)
-        packed_at, scale_at = (out.start for out in job.outputs)
-        digests = (xxhash.xxh3_128(), xxhash.xxh3_128())
+        digests = [xxhash.xxh3_128() for _ in job.outputs]
         for row in range(0, rows, step):
             self._check_stop()
             count = min(step, rows - row)
-            source = local.source[: count * row_bytes]
-            packed = local.packed[: count * columns // 2]
-            scale = local.scale[: count * columns // BLOCK]
-            shard.reader.read_into(source, tensor.start + row * row_bytes)
-            bad = local.backend.quantize_into(source, tensor.dtype, columns, packed, scale)
+            local.source = _at_least(local.source, count * weight.row_bytes)
+            source = local.source[: count * weight.row_bytes]
+            bad = weight.read_into(source, row)
+            written = [source]
+            if bad < 0 and job.quantized:
+                local.packed = _at_least(local.packed, count * columns // 2)
+                local.scale = _at_least(local.scale, count * columns // BLOCK)
+                written = [local.packed[: count * columns // 2], local.scale[: count * columns // BLOCK]]
+                bad = local.backend.quantize_into(source, weight.dtype, columns, *written)
             if bad >= 0:
-                raise _non_finite(source, tensor.dtype, columns, bad, tensor.name, row)
-            shard.writer.write(packed, packed_at)
-            shard.writer.write(scale, scale_at)
-            digests[0].update(packed)
-            digests[1].update(scale)
-            shard.seen(tensor.name, packed)
-            packed_at += len(packed)
-            scale_at += len(scale)
-            self._progress(len(source))
+                raise _non_finite(source, weight.dtype, columns, bad, tensor.name, row)
+            for out, content, state in zip(job.outputs, written, digests, strict=True):
+                shard.writer.write(content, out.start + row * ((out.end - out.start) // rows))
+                state.update(content)
+            shard.seen(tensor.name, written[0])
+            self._progress(count * (tensor.nbytes // rows))
         for out in job.outputs:
             shard.writer.start_writeback(out.start, out.end)
         return [(out.start, out.end, d.hexdigest()) for out, d in zip(job.outputs, digests, strict=True)]
 
     def _copy(self, shard: _Shard, piece: _Piece) -> list[tuple[int, int, str]]:
         tensor, to = piece.job.source, piece.job.outputs[0].start
-        copied = xxhash.xxh3_128()
+        reader, copied = shard.readers[tensor.shard], xxhash.xxh3_128()
         for start in range(piece.start, piece.start + piece.length, COPY_CHUNK):
             self._check_stop()
             count = min(COPY_CHUNK, piece.start + piece.length - start)
             self._local.source = _at_least(self._local.source, count)
             chunk = self._local.source[:count]
-            shard.reader.read_into(chunk, tensor.start + start)
+            reader.read_into(chunk, tensor.start + start)
             shard.writer.write(chunk, to + start)
             copied.update(chunk)
             shard.seen(tensor.name, chunk)
@@ -270,7 +317,7 @@ def _is_weight(job: TensorJob) -> bool:
 def _cut(plan: ShardPlan) -> Iterator[_Piece]:
     for job in plan.jobs:
         size = job.source.nbytes
-        if job.quantized:
+        if not job.copied:
             yield _Piece(job, 0, size)
         else:
             for start in range(0, size, COPY_PIECE):

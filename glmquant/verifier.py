@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from glmquant.checkpoint.header import ShardHeader, TensorInfo
 from glmquant.checkpoint.manifest import MANIFEST, Manifest, damage, file_digest
 from glmquant.checkpoint.source import Checkpoint, Problem, ShardReader, inspect, open_source
+from glmquant.checkpoint.weights import Fp8Weight, WeightReader, offered, shards_of
 from glmquant.errors import CheckpointError
 from glmquant.mxfp4.backend import Backend
 from glmquant.mxfp4.error import WORST_BLOCK, WeightError, weight_error
@@ -78,8 +80,9 @@ def verify_output(
         copied, errors = 0, []
         if source:
             original = open_source(source)
-            problems += _unexplained(original, output)
-            chosen = [t for t in original.tensors.values() if zlib.crc32(t.name.encode()) < sample * 2**32]
+            offers = {tensor.name: tensor for shard in offered(original).values() for tensor in shard}
+            problems += _unexplained(offers, output)
+            chosen = [t for t in offers.values() if zlib.crc32(t.name.encode()) < sample * 2**32]
             work = _Comparison(original, output, backend, advance)
             for found in pool.map(work.compare, chosen):
                 if isinstance(found, Problem):
@@ -128,10 +131,10 @@ def _names(header: ShardHeader | None) -> Callable[[int], str]:
     return name
 
 
-def _unexplained(source: Checkpoint, output: Checkpoint) -> Iterable[Problem]:
-    scales = {name + "_scale" for name in source.tensors}
+def _unexplained(offers: Mapping[str, TensorInfo], output: Checkpoint) -> Iterable[Problem]:
+    scales = {name + "_scale" for name in offers}
     for name, tensor in output.tensors.items():
-        if name not in source.tensors and name not in scales:
+        if name not in offers and name not in scales:
             yield Problem("extra-tensor", f"{tensor.shard}: tensor {name!r} is not in the source", tensor.shard, name)
 
 
@@ -149,21 +152,24 @@ class _Comparison:
         if stored is None:
             return Problem("missing-tensor", f"tensor {name!r} of the source is not in the output", tensor=name)
         try:
-            with self._open(self._source, tensor) as original, self._open(self._output, stored) as ours:
+            with ExitStack() as stack, self._open(self._output, stored.shard) as ours:
+                readers = {f: stack.enter_context(self._open(self._source, f)) for f in set(shards_of(tensor))}
                 if (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape):
-                    return self._copied(tensor, stored, original, ours)
+                    return self._copied(tensor, stored, readers[tensor.shard], ours)
+                if isinstance(tensor, Fp8Weight) and (stored.dtype, stored.shape) == ("BF16", tensor.shape):
+                    return self._quantized(tensor, stored, None, readers, ours, ours)
                 rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
                 shapes = ((rows, columns // 2), (rows, columns // 32))
                 if scale and (stored.dtype, scale.dtype) == ("U8", "U8") and (stored.shape, scale.shape) == shapes:
-                    with self._open(self._output, scale) as scales:
-                        return self._quantized(tensor, stored, scale, original, ours, scales)
+                    with self._open(self._output, scale.shard) as scales:
+                        return self._quantized(tensor, stored, scale, readers, ours, scales)
         except CheckpointError as err:
             return Problem("unreadable", err.message, tensor=name, hint=err.hint)
         text = f"{stored.shard}: tensor {name!r} became {stored.dtype} {list(stored.shape)}"
         return Problem("unknown-format", text, stored.shard, name)
 
-    def _open(self, checkpoint: Checkpoint, tensor: TensorInfo) -> ShardReader:
-        return ShardReader(checkpoint.folder, self._headers[id(checkpoint)][tensor.shard])
+    def _open(self, checkpoint: Checkpoint, file: str) -> ShardReader:
+        return ShardReader(checkpoint.folder / file, self._headers[id(checkpoint)][file])
 
     def _copied(
         self, tensor: TensorInfo, stored: TensorInfo, original: ShardReader, ours: ShardReader
@@ -183,28 +189,33 @@ class _Comparison:
         self,
         tensor: TensorInfo,
         stored: TensorInfo,
-        scale: TensorInfo,
-        original: ShardReader,
+        scale: TensorInfo | None,
+        readers: Mapping[str, ShardReader],
         ours: ShardReader,
         scales: ShardReader,
-    ) -> Problem | WeightError:
+    ) -> Problem | WeightError | None:
+        """Without `scale`: an FP8 weight that was stored as bf16."""
         rows, columns = tensor.shape
+        weight = WeightReader(readers, tensor)
         step = max(1, self._backend.chunk_elements // columns)
+        outputs = [(stored, ours)] + ([(scale, scales)] if scale else [])
         parts = []
         for row in range(0, rows, step):
             count = min(step, rows - row)
-            sizes = [count * t.nbytes // rows for t in (tensor, stored, scale)]
-            source, packed, exponents = (memoryview(bytearray(size)) for size in sizes)
-            again = bytearray(sizes[1]), bytearray(sizes[2])
-            original.read_into(source, tensor.start + row * tensor.nbytes // rows)
-            ours.read_into(packed, stored.start + row * stored.nbytes // rows)
-            scales.read_into(exponents, scale.start + row * scale.nbytes // rows)
-            bad = self._backend.quantize_into(source, tensor.dtype, columns, *again)
-            if bad >= 0 or packed != again[0] or exponents != again[1]:
-                text = (
-                    f"{stored.shard}: tensor {stored.name!r} is not what the source gives, rows {row} to {row + count}"
-                )
-                return Problem("differs", text, stored.shard, stored.name)
-            parts.append(weight_error(tensor.name, source, tensor.dtype, columns, packed, exponents))
-            self._advance(sum(sizes))
-        return WeightError.of_parts(parts)
+            source = memoryview(bytearray(count * weight.row_bytes))
+            bad = weight.read_into(source, row)
+            found, again = [], [source]
+            for out, reader in outputs:
+                size = out.nbytes // rows
+                found.append(memoryview(bytearray(count * size)))
+                reader.read_into(found[-1], out.start + row * size)
+            if scale and bad < 0:
+                again = [memoryview(bytearray(len(part))) for part in found]
+                bad = self._backend.quantize_into(source, weight.dtype, columns, *again)
+            if bad >= 0 or found != again:
+                text = f"tensor {stored.name!r} is not what the source gives, rows {row} to {row + count}"
+                return Problem("differs", f"{stored.shard}: {text}", stored.shard, stored.name)
+            if scale:
+                parts.append(weight_error(tensor.name, source, weight.dtype, columns, *found))
+            self._advance(len(source) + sum(map(len, found)))
+        return WeightError.of_parts(parts) if parts else None

@@ -284,7 +284,7 @@ def whole(args: argparse.Namespace) -> str:
 
     import glmquant
     from glmquant.mxfp4.kernel import FusedBackend
-    from glmquant.streaming import Streamer
+    from glmquant.streaming import SourceShards, Streamer
 
     layout, out = args.work / "full", args.work / "out"
     if not layout.exists():
@@ -301,7 +301,7 @@ def whole(args: argparse.Namespace) -> str:
     quiet: Callable[[object], object] = lambda _: None  # noqa: E731
     streamer = Streamer([FusedBackend()], cores, quiet, quiet, drop_behind=True, allow_zeros=True)
     begun, used = time.monotonic(), cpu_seconds()
-    streamer.run(chosen, headers, layout, out)
+    streamer.run(chosen, SourceShards(headers, chosen, lambda file: layout / file), out)
     seconds, used = time.monotonic() - begun, cpu_seconds() - used
     shutil.rmtree(out)
     total_in, total_out = planned.checkpoint.file_bytes, planned.plan.disk_needed

@@ -16,7 +16,7 @@ from glmquant import pipeline
 
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_make_backends", lambda *_: [FakeBackend()])
+    monkeypatch.setattr(pipeline, "make_backends", lambda *_: [FakeBackend()])
 
 
 def load(folder: Path) -> ModelCard:

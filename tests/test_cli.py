@@ -207,7 +207,7 @@ def test_quantize_exits_with_1_and_speaks_when_its_output_has_findings(
         if name != "model.safetensors.index.json":
             write_file(folder, name, content)
 
-    monkeypatch.setattr("glmquant.pipeline.write_file", write_less)
+    monkeypatch.setattr("glmquant.finishing.write_file", write_less)
     code, out, _ = run(capsys, "quantize", tiny, tmp_path / "out", "--quiet")
     assert code == 1 and "\nerror: no-index" in out
 

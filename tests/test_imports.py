@@ -20,6 +20,7 @@ HEAVY = {"torch", "quark", "transformers", "numpy", "safetensors", "huggingface_
 ROOM = 2
 LEVELS = {
     "glmquant.errors": 0,
+    "glmquant.text": 0,
     "glmquant.checkpoint": 1,
     "glmquant.engines": 1,
     "glmquant.recipe": 1,

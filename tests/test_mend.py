@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,13 +60,16 @@ def test_a_dry_run_writes_nothing_and_shows_the_difference(published: Path, caps
 
 
 def test_a_hub_cache_blob_is_never_written_through_its_symlink(published: Path, tmp_path: Path) -> None:
-    blob = tmp_path / "blob"
-    os.rename(published / "config.json", blob)
-    os.symlink(blob, published / "config.json")
+    repo = tmp_path / "models--amd--GLM-5.2-MXFP4"
+    snapshot, blob = repo / "snapshots/0123abc", repo / "blobs/4567def"
+    shutil.move(published, snapshot)
+    blob.parent.mkdir()
+    shutil.move(snapshot / "config.json", blob)
+    (snapshot / "config.json").symlink_to("../../blobs/4567def")
     before = blob.read_bytes()
-    glmquant.fix_exclusions(published)
+    glmquant.fix_exclusions(snapshot)
     assert blob.read_bytes() == before
-    assert not (published / "config.json").is_symlink()
+    assert not (snapshot / "config.json").is_symlink()
 
 
 def test_a_folder_whose_headers_lie_is_not_mended(published: Path) -> None:

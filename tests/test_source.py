@@ -67,7 +67,8 @@ def test_a_hub_cache_snapshot_is_read_like_a_plain_folder(tiny: Path, tmp_path: 
         (repo / "blobs" / sha).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{sha}")
     plain, cached = open_source(tiny), open_source(snapshot)
-    assert (cached.tensors, cached.shards) == (plain.tensors, plain.shards)
+    assert cached.tensors == plain.tensors
+    assert [(shard.file, shard.digest) for shard in cached.shards] == [(s.file, s.digest) for s in plain.shards]
     assert (cached.config, cached.weight_map) == (plain.config, plain.weight_map)
     assert cached.side_files == plain.side_files
 
@@ -118,7 +119,7 @@ def test_a_config_that_is_no_clean_json_is_refused(folder: Path, text: str, mess
 
 def test_a_json_file_of_absurd_size_is_refused_unread(folder: Path) -> None:
     os.truncate(folder / "config.json", source.MAX_JSON_BYTES + 1)
-    assert "config.json: 536870913 bytes is too big" in refusal(folder)
+    assert "config.json: 100000001 bytes is too big" in refusal(folder)
 
 
 def test_a_symlinked_subfolder_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -127,13 +128,13 @@ def test_a_symlinked_subfolder_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_side_file_whose_link_leads_nowhere_is_refused(folder: Path) -> None:
-    (folder / "tokenizer.json").symlink_to("../../blobs/gone")
+    (folder / "tokenizer.json").symlink_to("gone")
     assert refusal(folder).startswith("tokenizer.json: not a regular file, or a link that leads nowhere\n")
 
 
 def test_a_shard_whose_link_leads_nowhere_is_refused(folder: Path) -> None:
     (folder / SECOND).unlink()
-    (folder / SECOND).symlink_to("../../blobs/gone")
+    (folder / SECOND).symlink_to("gone")
     assert f"{SECOND}: cannot be read: No such file" in refusal(folder)
 
 

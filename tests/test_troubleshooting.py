@@ -43,8 +43,8 @@ class Place:
         """An output with one finished shard."""
         publish = Streamer._publish
 
-        def one(streamer: Streamer, shard: object) -> None:
-            publish(streamer, shard)  # type: ignore[arg-type]
+        def one(streamer: Streamer, *args: object) -> None:
+            publish(streamer, *args)  # type: ignore[arg-type]
             raise OSError(errno.EIO, "stop")
 
         with pytest.MonkeyPatch.context() as patch:

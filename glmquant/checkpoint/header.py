@@ -9,18 +9,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from glmquant.errors import CheckpointError
+from glmquant.text import short
 
+# Headers come from strangers, and each limit keeps one from taking memory or time. They are far above anything real:
+# all of GLM-5.2 is 59,585 tensors of at most 2 dimensions in 282 shards, and its longest name has 53 characters.
 # The limit of the reference implementation (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
+# Values in one JSON text, a tensor's entry being about ten: Python takes up to 200 bytes for each.
+MAX_JSON_ITEMS = 4_000_000
+MAX_TENSORS = 1_000_000
+MAX_NAME = 1000
+MAX_RANK = 16
 
 # Bits per element, in the order of the reference implementation's Dtype enum: the order in which its writer
 # lays tensors out (largest dtype first), kept by `layout_order`.
@@ -112,17 +122,54 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]],
     return len(body).to_bytes(8, "little") + body
 
 
-def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for json: the same key twice is an attack or damage, never meant.
+def parse_json(content: bytes) -> Any:
+    """JSON of a stranger: UTF-8, no key twice, no NaN or infinity, and not more values than memory can bear.
 
-    Refused too is half a surrogate pair ("\\ud800"): Python reads it, but cannot write it back.
+    Raises:
+        ValueError: says what is wrong with it.
+        RecursionError: it is nested too deep.
     """
+    # Every value but the first follows one of these; those inside of texts count as well, which does no harm.
+    if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_ITEMS:
+        raise ValueError(f"more than {MAX_JSON_ITEMS:,} values")
+    parsed = json.loads(
+        content.decode(), object_pairs_hook=no_duplicate_keys, parse_constant=_no_number, parse_float=_finite
+    )
+    if b"\\u" in content:
+        # Half a surrogate pair ("\ud800"): Python reads it, but cannot write it back.
+        json.dumps(parsed, ensure_ascii=False).encode()
+    return parsed
+
+
+def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for json: the same key twice is an attack or damage, never meant."""
     result = dict(pairs)
-    "".join([*result, *(value for value in result.values() if isinstance(value, str))]).encode()
     if len(result) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {twice!r} appears twice")
+        raise ValueError(f"key {short(twice)} appears twice")
     return result
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{short(text)} is too large a number")
+    return value
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open to read, but not a pipe or a device, which could block for ever.
+
+    Raises:
+        OSError: also for these.
+    """
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder, `open` says it better
+        raise OSError(f"not a regular file ({stat.filemode(mode)})")
+    return open(path, "rb")
 
 
 def read_header(path: Path) -> ShardHeader:
@@ -133,7 +180,7 @@ def read_header(path: Path) -> ShardHeader:
             leave gaps or do not end exactly at the end of the file. The message names file and tensor.
     """
     try:
-        with open(path, "rb") as handle:
+        with open_regular(path) as handle:
             status = os.fstat(handle.fileno())
             prefix = handle.read(8)
             length = int.from_bytes(prefix, "little")
@@ -157,7 +204,7 @@ def parse_header(file: str, content: bytes, file_size: int, mtime_ns: int = 0) -
         present = len(content) - 8
         raise CheckpointError(f"{file}: header cut short: {length} bytes announced, {present} present", _DOWNLOAD)
     try:
-        parsed = json.loads(content[8:].decode("utf-8"), object_pairs_hook=no_duplicate_keys)
+        parsed = parse_json(content[8 : 8 + length])
     except (ValueError, RecursionError) as err:
         raise CheckpointError(f"{file}: header is not valid JSON: {err}") from err
     if not isinstance(parsed, dict):
@@ -165,6 +212,8 @@ def parse_header(file: str, content: bytes, file_size: int, mtime_ns: int = 0) -
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{file}: __metadata__ is not a map of strings")
+    if len(parsed) > MAX_TENSORS:
+        raise CheckpointError(f"{file}: header names {len(parsed):,} tensors; the limit is {MAX_TENSORS:,}")
     data_start = 8 + length
     tensors = [_tensor(file, name, spec, data_start) for name, spec in parsed.items()]
     tensors.sort(key=lambda t: (t.start, t.end))
@@ -180,15 +229,19 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 def _tensor(file: str, name: str, spec: Any, data_start: int) -> TensorInfo:
     def bad(what: str) -> CheckpointError:
-        return CheckpointError(f"{file}: tensor {name!r}: {what}")
+        return CheckpointError(f"{file}: tensor {short(name)}: {what}")
 
+    if len(name) > MAX_NAME:
+        raise bad(f"a name of {len(name):,} characters; the limit is {MAX_NAME:,}")
     if not isinstance(spec, dict) or spec.keys() != _FIELDS:
         raise bad("header entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise bad(f"unknown dtype {dtype!r}")
+        raise bad(f"unknown dtype {short(dtype)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise bad(f"shape {shape!r} or data_offsets {offsets!r} are not natural numbers")
+        raise bad(f"shape {short(shape)} or data_offsets {short(offsets)} are not natural numbers")
+    if len(shape) > MAX_RANK:
+        raise bad(f"shape has {len(shape):,} dimensions; the limit is {MAX_RANK}")
     begin, end = offsets
     try:
         expected = tensor_nbytes(dtype, shape)

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from glmquant.errors import CheckpointError, OutputError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "glmquant.manifest.json"
-LOCK = "lock"
+LOCK, BEGIN, FINISH = "lock", "begin", "finish"
 FORMAT = 1
 DIGEST = "xxh3_128"
 """Finds damage, not forgery; fast enough (tens of GB/s) to cost nothing beside the copy."""
@@ -230,6 +230,14 @@ class Run:
         with suppress(OSError):  # what is left of it does no harm
             sync_folder(self.output)
 
+    @contextmanager
+    def finishing(self) -> Iterator[bool]:
+        """One process at a time; whether the output still lacks its end, or False if another one made it meanwhile."""
+        with ExitStack() as lock:
+            with suppress(FileNotFoundError):  # it also removed the folder
+                lock.enter_context(_one_at_a_time(self._folder / FINISH))
+            yield not (self.output / CONFIG).exists()
+
     def abandon(self) -> None:
         """Leave no trace of a run that could not begin."""
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -239,12 +247,16 @@ class Run:
 
 
 @contextmanager
-def open_run(output: Path, fingerprint: Fingerprint, command: str, resume: bool) -> Iterator[Run]:
+def open_run(
+    output: Path, fingerprint: Fingerprint, command: str, resume: bool, share: tuple[int, int] = (0, 1)
+) -> Iterator[Run]:
     """Begin or continue the run that fills `output`; no other process can until the block ends.
 
     Args:
         fingerprint: everything that decides the bytes of the output.
         command: what the user can run to continue.
+        share: (rank, number of processes) of those that work on one output together; they keep out other runs, and
+            each other's doubles.
 
     Raises:
         OutputError: the folder holds something else, an unfinished run (without `resume`), a run with another
@@ -267,32 +279,55 @@ def open_run(output: Path, fingerprint: Fingerprint, command: str, resume: bool)
     new, created = not begun.exists(), not output.exists()
     _make_folder(output)
     _make_folder(begun)
-    with _locked(begun / LOCK, output):
-        if (begun / RUN).exists():
-            if not resume and not new:
-                raise OutputError(
-                    f"output {output} is unfinished; nothing was touched",
-                    f"Continue with: {command}\n  or name a new folder.",
-                )
-            _compare(output, read_json(begun / RUN).get("fingerprint"), fingerprint)
-        else:
-            content = {"state": "unfinished", "continue": command, "format": FORMAT, "fingerprint": fingerprint}
-            write_file(begun, RUN, json.dumps(content, indent=1, ensure_ascii=False).encode())
+    rank, count = share
+    with ExitStack() as locks:
+        locks.enter_context(_locked(begun / LOCK, output, shared=count > 1))
+        if count > 1:
+            locks.enter_context(_locked(begun / f"rank-{rank}-of-{count}", output))
+        with _one_at_a_time(begun / BEGIN):
+            _begin(output, fingerprint, command, new or resume)
         try:
-            yield Run(output, fingerprint, created=created)
+            # Another rank may have ended the run while this one began.
+            yield Run(output, fingerprint, created=created, finished=(output / CONFIG).exists())
         except OSError as err:  # bookkeeping; shards and source have messages of their own
             raise output_error(str(err.filename or f"output {output}"), err) from err
 
 
+def _begin(output: Path, fingerprint: Fingerprint, command: str, resume: bool) -> None:
+    path = output / RUN_FOLDER / RUN
+    if not path.exists():
+        content = {"state": "unfinished", "continue": command, "format": FORMAT, "fingerprint": fingerprint}
+        write_file(path.parent, RUN, json.dumps(content, indent=1, ensure_ascii=False).encode())
+    elif not resume:
+        raise OutputError(
+            f"output {output} is unfinished; nothing was touched",
+            f"Continue with: {command}\n  or name a new folder.",
+        )
+    _compare(output, read_json(path).get("fingerprint"), fingerprint)
+
+
 @contextmanager
-def _locked(path: Path, output: Path) -> Iterator[None]:
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Waits for others that are at the same place. Where the file system has no locks, nobody waits."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _locked(path: Path, output: Path, shared: bool = False) -> Iterator[None]:
+    """Refuses to wait: whoever holds it works for hours."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as err:
         raise OutputError(f"output {output} cannot be locked: {err.strerror or err}") from err
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
             raise OutputError(

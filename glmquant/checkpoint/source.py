@@ -6,15 +6,24 @@ for quantizing. Neither reads a weight or imports torch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from glmquant.checkpoint.header import ShardHeader, TensorInfo, no_duplicate_keys, read_header
+from glmquant.checkpoint.header import (
+    MAX_NAME,
+    MAX_TENSORS,
+    ShardHeader,
+    TensorInfo,
+    open_regular,
+    parse_json,
+    read_header,
+)
 from glmquant.errors import CheckpointError
+from glmquant.text import short
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -22,8 +31,14 @@ SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
 RUN_FOLDER, RUN = ".glmquant", "run.json"
 """Where an unfinished output keeps its state; see manifest.py."""
-# An index of GLM-5.2 is 5.4 MB; far beyond that is not an index.
-MAX_JSON_BYTES = 512 * 1024 * 1024
+# Against strangers' checkpoints that take memory or time, and far above real ones: GLM-5.2 has 290 files in one folder
+# and an index of 5.4 MB, and its config.json is 4 levels deep.
+MAX_JSON_BYTES = 100_000_000
+MAX_JSON_DEPTH = 50
+MAX_FILES = 100_000
+MAX_FOLDERS_DEEP = 20
+# One stale file gives a problem per tensor; nobody reads more than this.
+MAX_PROBLEMS = 1000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Linux cuts a longer request to the larger of the device's request size and its read-ahead (mm/readahead.c).
 _READ_AHEAD = 512 * 1024
@@ -96,7 +111,8 @@ def inspect(
     """Read config, index and all headers of a folder; return what is there and what does not fit together.
 
     Raises:
-        CheckpointError: the folder or its config.json cannot be read at all.
+        CheckpointError: the folder or its config.json cannot be read at all, config.json or the index is a link out
+            of the folder, or there are more files or tensors than any checkpoint has.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -105,8 +121,16 @@ def inspect(
     if not (root / CONFIG).exists() and (command := unfinished(root)):
         raise CheckpointError(f"{root} is an unfinished output: no {CONFIG} yet", f"Continue with: {command}")
     config = read_json(root / CONFIG)
+    refuse_link_outside(root, INDEX)
     problems: list[Problem] = []
     files = sorted(_walk(root))
+    problems += [
+        Problem("file-name", f"{f!r}: a file name with unprintable characters", f, hint="Rename or remove it.")
+        for f in files
+        if not f.isprintable()
+    ]
+    outside = {file: target for file in files if (target := link_outside(root, file))}
+    problems += [_link_problem(file, target) for file, target in outside.items()]
     gone = {file: header for file, header in (deleted or {}).items() if file not in files}
     shard_files = sorted([f for f in files if f.endswith(SUFFIX) and "/" not in f] + list(gone))
     problems += [
@@ -116,16 +140,23 @@ def inspect(
     ]
     weight_map, total_size = _read_index(root, shard_files, problems)
     shards: list[ShardHeader] = []
+    count = 0
     for file in shard_files:
+        if file in outside:
+            continue
         try:
             shards.append(gone[file] if file in gone else read_header(root / file))
         except CheckpointError as err:
             problems.append(Problem("bad-header", err.message, file, hint=err.hint))
+            continue
+        count += len(shards[-1].tensors)
+        if count > MAX_TENSORS:
+            raise CheckpointError(f"{root}: more than {MAX_TENSORS:,} tensors up to {file}", "Is this GLM-5.2?")
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         for tensor in shard.tensors:
             other = tensors.setdefault(tensor.name, tensor)
-            if other is not tensor:
+            if other is not tensor and len(problems) < MAX_PROBLEMS:
                 problems.append(
                     Problem(
                         "duplicate-tensor",
@@ -137,8 +168,8 @@ def inspect(
                 )
     if weight_map is not None:
         readable = {shard.file for shard in shards}
-        problems.extend(_compare_index(weight_map, set(shard_files), readable, tensors))
-    side = tuple(f for f in files if not f.endswith(SUFFIX) and f not in (INDEX, CONFIG))
+        problems.extend(islice(_compare_index(weight_map, set(shard_files), readable, tensors), MAX_PROBLEMS))
+    side = tuple(f for f in files if not f.endswith(SUFFIX) and f not in (INDEX, CONFIG, *outside))
     problems += [
         Problem("not-a-file", f"{f}: not a regular file, or a link that leads nowhere", f, hint="Fetch it again.")
         for f in side
@@ -147,17 +178,49 @@ def inspect(
     return Checkpoint(root, config, tuple(shards), tensors, weight_map, total_size, side), problems
 
 
+def link_outside(root: Path, file: str) -> str:
+    """Where a symlink in a checkpoint folder leads, if that is out of it; '' if it is no link, or one that may be.
+
+    A hub-cache snapshot (models--ORG--NAME/snapshots/COMMIT) may link into the blobs folder of its repository.
+    """
+    path = root / file
+    if not path.is_symlink():
+        return ""
+    target, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    allowed = [home]
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        allowed.append(Path(os.path.realpath(home.parent.parent / "blobs")))
+    return "" if any(target.is_relative_to(folder) for folder in allowed) else os.readlink(path)
+
+
+def refuse_link_outside(root: Path, file: str) -> None:
+    """Raise CheckpointError if the file is a symlink out of the checkpoint folder."""
+    if target := link_outside(root, file):
+        raise _link_problem(file, target).error()
+
+
+def _link_problem(file: str, target: str) -> Problem:
+    return Problem(
+        "link-outside",
+        f"{file}: a link to {target!r}, outside the checkpoint folder",
+        file,
+        hint="Put the file itself there, or give the folder that really holds the files.",
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of sane size, no key twice.
+    """A JSON object from a file of sane size and depth, no key twice, every number finite.
 
     Raises:
-        CheckpointError: missing, unreadable, too big, or not one JSON object.
+        CheckpointError: missing, unreadable, too big, a link out of its folder, or not one JSON object.
     """
+    refuse_link_outside(path.parent, path.name)
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path.name}: {size} bytes is too big for a checkpoint's JSON file")
-        parsed = json.loads(path.read_bytes(), object_pairs_hook=no_duplicate_keys)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path.name}: {size} bytes is too big for a checkpoint's JSON file")
+            parsed = parse_json(file.read(MAX_JSON_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name}", "Is this a checkpoint folder?") from None
     except OSError as err:
@@ -166,7 +229,19 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name}: not valid JSON: {err}") from err
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path.name}: not a JSON object")
+    _check_depth(path.name, parsed)
     return parsed
+
+
+def _check_depth(file: str, parsed: Any) -> None:
+    """Python's JSON writer and `==` fail on what its reader has just managed to read."""
+    level = [parsed]
+    for _ in range(MAX_JSON_DEPTH):
+        inside = (item for value in level for item in (value.values() if isinstance(value, dict) else value))
+        level = [item for item in inside if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise CheckpointError(f"{file}: nested more than {MAX_JSON_DEPTH} levels deep")
 
 
 def unfinished(folder: Path) -> str:
@@ -178,6 +253,7 @@ def unfinished(folder: Path) -> str:
 
 
 def _walk(root: Path) -> Iterator[str]:
+    count = 0
     for folder, subfolders, names in os.walk(root):
         for name in list(subfolders):
             if os.path.islink(os.path.join(folder, name)):
@@ -185,6 +261,12 @@ def _walk(root: Path) -> Iterator[str]:
                 link = Path(folder, name).relative_to(root)
                 raise CheckpointError(f"{link}: a symlinked folder inside a checkpoint", "Replace it by its files.")
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        count += len(names) + len(subfolders)
+        if count > MAX_FILES:
+            raise CheckpointError(f"{root}: more than {MAX_FILES:,} files and folders", "Is this a checkpoint folder?")
+        if len(Path(folder).relative_to(root).parts) >= MAX_FOLDERS_DEEP and subfolders:
+            where = Path(folder).relative_to(root)
+            raise CheckpointError(f"{where}: folders more than {MAX_FOLDERS_DEEP} deep", "Is this a checkpoint folder?")
         for name in names:
             yield Path(folder, name).relative_to(root).as_posix()
 
@@ -206,9 +288,13 @@ def _read_index(
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         problems.append(Problem("bad-index", f"{INDEX}: weight_map is not a map of tensor to file", INDEX))
         return None, None
+    if len(weight_map) > MAX_TENSORS or max(map(len, weight_map), default=0) > MAX_NAME:
+        text = f"{INDEX}: more than {MAX_TENSORS:,} tensors, or a name of more than {MAX_NAME:,} characters"
+        problems.append(Problem("bad-index", text, INDEX))
+        return None, None
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return weight_map, total if type(total) is int else None
+    return weight_map, total if type(total) is int and 0 <= total < 2**63 else None
 
 
 def _compare_index(
@@ -220,10 +306,10 @@ def _compare_index(
         first_tensor.setdefault(file, name)
     for file in sorted(named):
         where = f"tensor {first_tensor[file]!r}"
-        if file != os.path.basename(file) or "\\" in file or not file.endswith(SUFFIX):
+        if file != os.path.basename(file) or "\\" in file or not file.endswith(SUFFIX) or len(file) > 255:
             yield Problem(
                 "index-path",
-                f"{INDEX}: {where} is said to be in {file!r}, which is not a shard name in this folder",
+                f"{INDEX}: {where} is said to be in {short(file)}, which is not a shard name in this folder",
                 INDEX,
                 first_tensor[file],
             )
@@ -286,29 +372,34 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
                 hint="Remove it.",
             )
     config = checkpoint.config.get("quantization_config")
-    if config:
-        method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
+    method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
+    fp8 = bool(config) and method == "fp8"
+    if config and not fp8:
         yield Problem(
             "already-quantized",
-            f"{CONFIG}: the source is already quantized (quantization_config.quant_method {method!r})",
+            f"{CONFIG}: the source is already quantized (quantization_config.quant_method {short(method)})",
             CONFIG,
-            hint="Start from the bf16 checkpoint.",
+            hint="Start from the bf16 or the FP8 checkpoint.",
         )
+    dtypes = ("BF16", "F16", "F32", *(("F8_E4M3",) if fp8 else ()))
     for tensor in checkpoint.tensors.values():
-        if tensor.name.endswith(("_scale", "_scale_inv", "_packed")) or tensor.dtype in ("U8", "I8"):
+        if tensor.name.endswith(("_scale", "_packed")) or tensor.dtype in ("U8", "I8"):
             yield Problem(
                 "already-quantized",
                 f"{tensor.shard}: tensor {tensor.name!r} ({tensor.dtype}) shows that the source is already quantized",
                 tensor.shard,
                 tensor.name,
-                "Start from the bf16 checkpoint.",
+                "Start from the bf16 or the FP8 checkpoint.",
             )
-        elif tensor.dtype not in ("BF16", "F16", "F32"):
+        elif tensor.dtype not in dtypes:
+            hint = "config.json says nothing of it: quantization_config.quant_method 'fp8' is missing."
             yield Problem(
                 "dtype",
-                f"{tensor.shard}: tensor {tensor.name!r} has dtype {tensor.dtype}; a source may hold BF16, F16 and F32",
+                f"{tensor.shard}: tensor {tensor.name!r} has dtype {tensor.dtype}; a source may hold "
+                + ", ".join(dtypes),
                 tensor.shard,
                 tensor.name,
+                hint if tensor.dtype == "F8_E4M3" else "",
             )
 
 
@@ -319,10 +410,10 @@ class ShardReader:
         CheckpointError: the file cannot be opened, or is not the one whose header was read.
     """
 
-    def __init__(self, folder: Path, header: ShardHeader) -> None:
+    def __init__(self, path: Path, header: ShardHeader) -> None:
         self.file, self._header = header.file, header
         try:
-            self.fd = os.open(folder / header.file, os.O_RDONLY)
+            self.fd = os.open(path, os.O_RDONLY)
         except OSError as err:
             raise CheckpointError(f"{self.file}: cannot be read: {err.strerror or err}") from err
         try:

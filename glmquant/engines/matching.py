@@ -5,12 +5,11 @@ Differences between releases are arguments; which release has which is in the en
 
 from __future__ import annotations
 
-import fnmatch
-import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from glmquant.errors import ExclusionError
+from glmquant.engines.patterns import any_of, check_list
 
 PackedModules = Mapping[str, Sequence[str]]
 
@@ -21,16 +20,14 @@ class Matcher(Protocol):
     def ignored(self, prefix: str, is_container: bool) -> bool | str: ...
 
 
-def _patterns(entries: Iterable[str]) -> list[re.Pattern[str]]:
-    """The `re:` entries compiled; engines raise re.error here while they build the model."""
-    found = []
-    for entry in entries:
-        if entry.startswith("re:"):
-            try:
-                found.append(re.compile(entry[3:]))
-            except (re.error, RecursionError, OverflowError) as err:
-                raise ExclusionError(f"entry {entry!r} is not a valid regular expression: {err}") from err
-    return found
+def _has_below(ordered: Sequence[str], parent: str) -> bool:
+    """Whether a sorted list has an entry below a module."""
+    at = bisect_left(ordered, parent + ".")
+    return at < len(ordered) and ordered[at].startswith(parent + ".")
+
+
+def _regexes(entries: Iterable[str]) -> tuple[str, ...]:
+    return tuple(entry for entry in entries if entry.startswith("re:"))
 
 
 class ShardMatcher:
@@ -49,24 +46,22 @@ class ShardMatcher:
     def __init__(
         self, exclude: Iterable[str], packed: PackedModules, *, fused_name: bool, container_leaf: bool, conflict: str
     ) -> None:
-        entries = list(dict.fromkeys(exclude))
+        entries = check_list(exclude)
         self._literals = {entry for entry in entries if not entry.startswith("re:")}
-        self._patterns = _patterns(entries)
-        self._containers = {
-            entry[: found.end() - 1] for entry in self._literals for found in re.finditer(r"\.experts\.", entry)
-        }
+        self._matches = any_of(_regexes(entries), "match")
+        self._experts = sorted(entry for entry in self._literals if ".experts." in entry)
         self._packed, self._conflict = packed, conflict
         self._fused_name, self._container_leaf = fused_name, container_leaf
 
     def entry(self, name: str) -> bool:
         """Exact, or `re.match` (anchored at the start only) after `re:`."""
-        return name in self._literals or any(pattern.match(name) for pattern in self._patterns)
+        return name in self._literals or self._matches(name)
 
     def ignored(self, prefix: str, is_container: bool = False) -> bool | str:
         last = prefix.rpartition(".")[2]
         if self._fused_name and self.entry(prefix):
             return True
-        if self._container_leaf and is_container and prefix in self._containers:
+        if self._container_leaf and is_container and _has_below(self._experts, prefix):
             return True
         if last not in self._packed:
             return self.entry(prefix)
@@ -84,21 +79,22 @@ class AtomMatcher:
     """
 
     def __init__(self, exclude: Iterable[str], shard_to_fused: Mapping[str, str]) -> None:
-        entries = list(dict.fromkeys(_remap(entry, shard_to_fused) for entry in exclude))
-        self._patterns = _patterns(entries)
+        entries = check_list(_remap(entry, shard_to_fused) for entry in exclude)
+        self._found = any_of(_regexes(entries), "search")
         plain = [entry for entry in entries if not entry.startswith("re:")]
-        self._globs = [entry for entry in plain if "*" in entry or "?" in entry]
+        globs = [entry for entry in plain if "*" in entry or "?" in entry]
+        self._globs = any_of((*globs, *(glob + ".*" for glob in globs)), "glob")
         self._literals = {entry for entry in plain if not ("*" in entry or "?" in entry)}
-        self._parents = {entry[: dot.start()] for entry in entries for dot in re.finditer(r"\.", entry)}
+        self._ordered = sorted(entries)
 
     def ignored(self, prefix: str, is_container: bool = False) -> bool | str:
-        if is_container and prefix in self._parents:
+        if is_container and _has_below(self._ordered, prefix):
             return True
         parts = prefix.split(".")
         return (
             any(".".join(parts[: i + 1]) in self._literals for i in range(len(parts)))
-            or any(pattern.search(prefix) for pattern in self._patterns)
-            or any(fnmatch.fnmatch(prefix, g) or fnmatch.fnmatch(prefix, g + ".*") for g in self._globs)
+            or self._found(prefix)
+            or self._globs(prefix)
         )
 
 
@@ -120,15 +116,15 @@ class GlobMatcher:
     """
 
     def __init__(self, exclude: Iterable[str], experts: int, some: str) -> None:
-        entries = list(dict.fromkeys(exclude))
+        entries = check_list(exclude)
         special = set("*?[")
-        self._globs = [re.compile(fnmatch.translate(entry)) for entry in entries if special & set(entry)]
+        self._globs = any_of(tuple(entry for entry in entries if special & set(entry)), "glob")
         self._literals = {entry for entry in entries if not special & set(entry)}
         self._some = some
         self._leaves = [f".{e}.{part}_proj" for e in range(experts) for part in ("gate", "up", "down")]
 
     def _entry(self, name: str) -> bool:
-        return name in self._literals or any(glob.match(name) for glob in self._globs)
+        return name in self._literals or self._globs(name)
 
     def ignored(self, prefix: str, is_container: bool = False) -> bool | str:
         if not is_container:

@@ -1,0 +1,233 @@
+"""Writing the shards of a run: what decides their bytes, which are done already, and source shards that may go."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from glmquant.checkpoint.header import ShardHeader, parse_header
+from glmquant.checkpoint.manifest import FORMAT, SOURCE_FILE, Fingerprint, Run, ShardRecord, damage, digest
+from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, Checkpoint, unfinished
+from glmquant.checkpoint.writer import ShardWriter, check_space, sync_folder
+from glmquant.errors import CheckpointError, GlmquantError, OutputError
+from glmquant.mxfp4.backend import Backend
+from glmquant.planner import Plan
+from glmquant.streaming import Advance, SourceShards, Streamer, available_memory
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, str], AbstractContextManager[Advance]]
+"""(bytes to come, what is done with them) -> a bar that counts them."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint(
+    checkpoint: Checkpoint, plan: Plan, exclude: Sequence[str], base_model: str, backend: Backend
+) -> Fingerprint:
+    """Everything that decides the bytes of an output: two runs with the same one write the same.
+
+    A source shard is its size, its header, and, while the run lasts, what says that its weights are the same: the
+    blob's sha256 in a hub cache, otherwise the time of its last change.
+    """
+    recipe = plan.recipe
+    return {
+        "format": FORMAT,
+        "glmquant": installed_version("glmquant"),
+        "amd-quark": backend.version,
+        "backend": backend.name,
+        "base model": base_model,
+        "recipe": recipe.name,
+        "rules": {f"{rule.group} {rule.layers}": rule.reason for rule in recipe.rules},
+        "overrides": [str(override) for override in recipe.overrides],
+        CONFIG: digest(json.dumps(checkpoint.config).encode()),
+        "exclude list": digest("\n".join(exclude).encode()),
+        "source shard": {h.file: [h.file_size, h.digest] for h in checkpoint.shards},
+        SOURCE_FILE: {h.file: _identity(checkpoint.folder, h) for h in checkpoint.shards},
+        "output shard": {shard.file: digest(shard.header) for shard in plan.shards},
+    }
+
+
+def _identity(folder: Path, header: ShardHeader) -> str:
+    path = folder / header.file
+    if path.is_symlink() and _SHA256.fullmatch(name := os.path.basename(os.readlink(path))):
+        return name
+    return f"changed {header.mtime_ns}"
+
+
+def intact(
+    output: Path, records: Mapping[str, ShardRecord], threads: int, advance: Callable[[int], object]
+) -> dict[str, ShardRecord]:
+    """The finished shards that are still what was written, every byte read again."""
+    with ThreadPoolExecutor(threads) as pool:
+        problems = pool.map(lambda record: damage(output / record.file, record, advance), records.values())
+        found = dict(zip(records, problems, strict=True))
+    for problem in found.values():
+        if problem:
+            logger.warning("%s; written again", problem)
+    return {file: records[file] for file, problem in found.items() if not problem}
+
+
+def check_deletable(checkpoint: Checkpoint, deleted: Mapping[str, ShardHeader]) -> None:
+    """Refuse to delete source shards through links: what they lead to is not this folder's.
+
+    Raises:
+        CheckpointError: names the shard.
+    """
+    for header in checkpoint.shards:
+        if (checkpoint.folder / header.file).is_symlink():
+            raise CheckpointError(
+                f"{header.file} is a link: --delete-source-shards would delete a file outside {checkpoint.folder}",
+                "Use it on a plain folder only; for the hub cache there is `hf cache`.",
+            )
+        if header.file not in deleted and not os.access(checkpoint.folder, os.W_OK):
+            raise CheckpointError(f"{checkpoint.folder} is read-only: --delete-source-shards cannot work there")
+
+
+def delete_shard(source: Path, run: Run, header: ShardHeader, records: Iterable[ShardRecord]) -> None:
+    """Remove a source shard once all that was made from it was read back from the disk; its header is kept.
+
+    Raises:
+        OutputError: the output is not what was written; the source is left.
+        CheckpointError: the source shard changed or cannot be removed.
+    """
+    for record in records:
+        if problem := damage(run.output / record.file, record):
+            raise OutputError(f"{problem}; its source shard was not deleted", "Is the disk failing?")
+    path = source / header.file
+    try:
+        with open(path, "rb") as file:
+            content = _head(file.fileno())
+        run.save_header(header, content)
+        path.unlink()
+        sync_folder(source)
+    except OSError as err:
+        raise CheckpointError(f"{header.file}: cannot be deleted: {err.strerror or err}") from err
+
+
+def _head(fd: int) -> bytes:
+    prefix = os.pread(fd, 8, 0)
+    return prefix + os.pread(fd, int.from_bytes(prefix, "little"), 8)
+
+
+def deleted_headers(output: Path) -> dict[str, ShardHeader]:
+    """Headers of the source shards that an unfinished run has deleted."""
+    found = {}
+    for path in sorted((output / RUN_FOLDER).glob("*.source")):
+        first, _, content = path.read_bytes().partition(b"\n")
+        kept = json.loads(first)
+        file = path.name.removesuffix(".source")
+        found[file] = parse_header(file, content, int(kept["size"]), int(kept["mtime_ns"]))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How a run's shards are written; nothing here changes their bytes.
+
+    Attributes:
+        allow_zeros, delete_source: as of `quantize`.
+        rank, world_size: this process writes every world_size-th shard, from the rank-th (counted from 0) on.
+        ray: address of a Ray cluster that does it ('' for one on this machine), or None.
+    """
+
+    threads: int
+    allow_zeros: bool = False
+    delete_source: bool = False
+    rank: int = 0
+    world_size: int = 1
+    ray: str | None = None
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    run: Run,
+    backends: Sequence[Backend],
+    work: Work,
+    small: int,
+    progress: Progress,
+) -> None:
+    """All of this process's shards that are not in the output yet; their space is taken before the first byte.
+
+    Args:
+        small: bytes of all files that are no shards.
+
+    Raises:
+        CheckpointError, OutputError, BackendError: the first that happened.
+    """
+    source, out, memory = checkpoint.folder, run.output, available_memory()
+    headers = {header.file: header for header in checkpoint.shards}
+    mine = plan.shards[work.rank :: work.world_size]
+    names = {shard.file for shard in mine}
+    run.drop_partials(names)
+    records = {file: record for file, record in run.records().items() if file in names}
+    kept: dict[str, ShardRecord] = {}
+    if records:
+        with progress(sum(record.size for record in records.values()), "checking") as advance:
+            kept = intact(out, records, work.threads, advance)
+    todo = [shard for shard in mine if shard.file not in kept]
+    users = _users(plan)
+
+    def delete(file: str) -> None:
+        found = run.records()
+        delete_shard(source, run, headers[file], [found[user] for user in users[file]])
+
+    if work.delete_source:
+        for file, made in users.items():
+            if kept.keys() >= set(made) and (source / file).exists():
+                delete(file)
+        # Each shard frees more than the next one takes; only those that are open at once must fit.
+        check_space(out, small + sum(sorted((shard.file_size for shard in todo), reverse=True)[: work.threads + 1]))
+    else:
+        check_space(out, small + sum(shard.file_size for shard in todo))
+        for shard in todo:
+            ShardWriter(out, shard.file, shard.header, shard.file_size).reserve()
+    total = sum(job.source.nbytes for shard in todo for job in shard.jobs)
+    with progress(total, "quantizing") as advance:
+        if work.ray is not None:
+            from glmquant.cluster import write_on_ray
+
+            write_on_ray(todo, headers, source, out, backends[0], work.ray, work.allow_zeros, run.record, advance)
+            return
+        shards = SourceShards(headers, todo, lambda file: source / file, delete if work.delete_source else None)
+        drop = work.delete_source or (memory is not None and total > memory // 2)
+        streamer = Streamer(backends, work.threads, advance, run.record, drop_behind=drop, allow_zeros=work.allow_zeros)
+        streamer.run(todo, shards, out)
+
+
+def _users(plan: Plan) -> dict[str, list[str]]:
+    """Source shard -> the output shards that are made from it."""
+    found: dict[str, list[str]] = {}
+    for shard in plan.shards:
+        for file in shard.sources:
+            found.setdefault(file, []).append(shard.file)
+    return found
+
+
+@contextmanager
+def continuable(run: Run, files: Sequence[str], alone: bool) -> Iterator[None]:
+    """After an error or a signal: nothing half-written stays, finished shards do, and the error says how to go on.
+
+    Args:
+        files: this process's shards.
+        alone: no other process works on this run, so that one without any shard can be undone.
+    """
+    try:
+        yield
+    except BaseException as err:
+        run.drop_partials(files)
+        if alone and not any((run.output / file).exists() for file in files):
+            run.abandon()
+        elif isinstance(err, GlmquantError):
+            hint = f"Finished shards are kept. Continue with: {unfinished(run.output)}"
+            raise type(err)(err.message, "\n  ".join(filter(None, (err.hint, hint)))) from err
+        raise
