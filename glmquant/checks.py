@@ -6,7 +6,6 @@ point into the `mistakes` of the engines' YAML files.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from typing import Any
 from glmquant.checkpoint.header import TensorInfo
 from glmquant.checkpoint.layers import Layers, indexer_formula
 from glmquant.checkpoint.layout import Shape
-from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint
+from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, read_json
 from glmquant.errors import GlmquantError
+from glmquant.text import short
 
 BLOCK = 32
 SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -81,8 +81,8 @@ def side_files(checkpoint: Checkpoint) -> Iterator[Mistake]:
 
 def _has_template(path: Path) -> bool:
     try:
-        return bool(json.loads(path.read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return bool(read_json(path).get("chat_template"))
+    except GlmquantError:
         return False
 
 
@@ -342,7 +342,7 @@ def quantization(config: Mapping[str, Any]) -> Iterator[Mistake]:
         yield wrong(
             "config-method",
             "config.quant_method",
-            f"quantization_config.quant_method is {found!r}, not 'quark'",
+            f"quantization_config.quant_method is {short(found)}, not 'quark'",
             "glmquant checks AMD Quark's format only.",
             "error",
         )
@@ -351,9 +351,10 @@ def quantization(config: Mapping[str, Any]) -> Iterator[Mistake]:
         if not isinstance(block.get(key), dict):
             yield wrong("config-key", f"config.{key}", f"quantization_config.{key} must be a map", "Write {}.")
         elif block[key]:
+            some = ", ".join(map(short, list(block[key])[:3]))
             yield Mistake(
                 "layer-config",
-                f"quantization_config.{key} gives some layers a format of their own ({', '.join(list(block[key])[:3])}"
+                f"quantization_config.{key} gives some layers a format of their own ({some}"
                 "): glmquant does not model this, its verdicts are for global_quant_config alone",
                 {CONFIG: ""},
                 "",
@@ -397,12 +398,14 @@ def _scheme(block: Any, wrong: Any) -> Iterator[Mistake]:
             yield wrong("config-scheme", f"config.{which}-absent", f"{name}.{which} is not there")
             continue
         bad = [
-            f"{key} {spec.get(key)!r} instead of {value!r}" for key, value in MXFP4.items() if spec.get(key) != value
+            f"{key} {short(spec.get(key))} instead of {value!r}"
+            for key, value in MXFP4.items()
+            if spec.get(key) != value
         ]
         if "is_dynamic" not in spec:
             yield wrong("config-scheme", "config.dynamic-absent", f"{name}.{which} does not say is_dynamic")
         elif spec["is_dynamic"] is (which == "weight"):
-            bad.append(f"is_dynamic {spec['is_dynamic']}")
+            bad.append(f"is_dynamic {short(spec['is_dynamic'])}")
         if bad:
             key = next((key for key, value in MXFP4.items() if spec.get(key) != value), "is_dynamic")
             yield wrong(

@@ -91,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     plan = _verb(verbs, "plan", _plan, "show what quantizing would write, from headers alone")
-    plan.add_argument("source", metavar="SRC", help="folder of a bf16 checkpoint, or a hub-cache snapshot")
+    plan.add_argument(
+        "source", metavar="SRC", help="folder of a bf16 or FP8 checkpoint, hub-cache snapshot, or org/name[@revision]"
+    )
     _recipe_options(plan)
     _targets_option(plan)
     _form_option(plan)
@@ -99,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     quantize = _verb(verbs, "quantize", _quantize, "write an MXFP4 checkpoint, then validate it")
-    quantize.add_argument("source", metavar="SRC", help="folder of a bf16 checkpoint, or a hub-cache snapshot")
+    quantize.add_argument(
+        "source", metavar="SRC", help="folder of a bf16 or FP8 checkpoint, hub-cache snapshot, or org/name[@revision]"
+    )
     quantize.add_argument("output", metavar="OUT", help="a new or empty folder; with --resume an unfinished one")
     _recipe_options(quantize)
     _targets_option(quantize)
@@ -157,6 +161,12 @@ def _parser() -> argparse.ArgumentParser:
         "(default: SLURM_PROCID and SLURM_NTASKS, or torchrun's RANK and WORLD_SIZE)",
     )
     quantize.add_argument("--world-size", type=int, metavar="WORLD", help="how many processes there are")
+    quantize.add_argument(
+        "--max-disk",
+        type=_size,
+        metavar="SIZE",
+        help="from the Hub: how much of the source may be on disk at once (default: two shards a worker)",
+    )
     quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
     exclusions = _verb(
@@ -324,6 +334,7 @@ def _quantize(args: argparse.Namespace) -> int:
         rank=rank,
         world_size=world_size,
         ray=args.address if args.engine == "ray" else None,
+        max_disk=args.max_disk,
         progress=not args.quiet,
     )
     if not args.quiet:

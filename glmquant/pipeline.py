@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from glmquant.checkpoint.checksums import check_source
 from glmquant.checkpoint.header import ShardHeader
+from glmquant.checkpoint.hub import HubSource, fetch_small, parse_repo
 from glmquant.checkpoint.layers import read_layers
 from glmquant.checkpoint.manifest import open_run
 from glmquant.checkpoint.source import CONFIG, Checkpoint, open_source, read_json
@@ -40,13 +42,17 @@ Folder = str | os.PathLike[str]
 class PlanResult:
     """What `quantize` would do: the source's headers, every output byte's place, and the exclude list.
 
-    `options` are the command-line options that ask for the same again.
+    Attributes:
+        options: the command-line options that ask for the same again.
+        hub: where the shards are, if the source is on the Hub; `holder` keeps the folder of its small files alive.
     """
 
     checkpoint: Checkpoint
     plan: Plan
     exclusions: ExclusionList
     options: tuple[str, ...]
+    hub: HubSource | None = None
+    holder: TemporaryDirectory[str] | None = None
 
     @property
     def disk_needed(self) -> int:
@@ -91,7 +97,7 @@ def plan(
     """Plan a quantization from headers alone: no weight is read, nothing is written.
 
     Args:
-        source: folder of a bf16 or block-scaled FP8 checkpoint, or a hub-cache snapshot.
+        source: folder of a bf16 or block-scaled FP8 checkpoint, hub-cache snapshot, or `org/name[@revision]`.
         recipe: a name from exclusions/<model_type>.yaml, or a file of your own (`my.yaml`, `my.yaml:name`).
         quantize, keep: overrides, globs (or `re:` regexes) over module names; keep wins.
         targets: engine releases that must load the result, e.g. `sglang>=0.5.13,vllm`.
@@ -116,7 +122,13 @@ def _plan(
     max_shard_size: int | None,
     deleted: Mapping[str, ShardHeader],
 ) -> PlanResult:
-    checkpoint = open_source(source, deleted)
+    hub, holder = None, None
+    if repo := parse_repo(os.fspath(source)):
+        holder = TemporaryDirectory(prefix="glmquant-")
+        hub = fetch_small(repo, Path(holder.name))
+        checkpoint = open_source(hub.folder, {**hub.headers, **deleted})
+    else:
+        checkpoint = open_source(source, deleted)
     architecture = load_architecture(checkpoint.model_type)
     architecture, chosen = select_recipe(architecture, recipe)
     layers = read_layers(checkpoint.config)
@@ -128,7 +140,7 @@ def _plan(
     options += ["--targets", targets] if targets != DEFAULT_TARGETS else []
     options += ["--form", form] if form != "auto" else []
     options += ["--max-shard-size", str(max_shard_size)] if max_shard_size is not None else []
-    return PlanResult(checkpoint, planned, exclusions, tuple(options))
+    return PlanResult(checkpoint, planned, exclusions, tuple(options), hub, holder)
 
 
 def resolve_exclusions(
@@ -144,7 +156,8 @@ def resolve_exclusions(
 
     Raises: as `plan`; CheckpointError if a quantized folder is given together with a recipe or overrides.
     """
-    quantization = read_json(Path(checkpoint) / CONFIG).get("quantization_config")
+    on_hub = parse_repo(os.fspath(checkpoint)) is not None
+    quantization = None if on_hub else read_json(Path(checkpoint) / CONFIG).get("quantization_config")
     if not quantization or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"):
         return plan(checkpoint, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form).exclusions
     if recipe or quantize or keep:
@@ -225,6 +238,7 @@ def quantize(
     rank: int = 0,
     world_size: int = 1,
     ray: str | None = None,
+    max_disk: int | None = None,
     progress: bool = False,
 ) -> QuantizeResult:
     """Write an MXFP4 checkpoint; see `plan` for the arguments it shares.
@@ -245,6 +259,7 @@ def quantize(
         rank, world_size: of several processes, on any machines, that write one output in a shared folder: each writes
             every world_size-th shard, and the last to end the rest. Each may be started again.
         ray: address of a Ray cluster whose tasks write the shards ('' starts one here); see cluster.py.
+        max_disk: bytes of source shards on disk at once, for a source on the Hub; by default two shards a worker.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -258,20 +273,25 @@ def quantize(
     checkpoint, planned = result.checkpoint, result.plan
     check_place(out, checkpoint.folder)
     if delete_source_shards:
+        if result.hub:
+            raise CheckpointError("--delete-source-shards is for folders", "From the Hub, --max-disk bounds the disk.")
         check_deletable(checkpoint, deleted)
+    if result.hub and ray is not None:
+        raise CheckpointError("--engine ray needs a source folder that all its nodes see", "Download it first.")
     if not 0 <= rank < world_size:
         raise OutputError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
     backends = make_backends(backend, device, check_backend)
-    base = base_model or _guess_base_model(checkpoint.folder)
+    base = base_model or (result.hub.repo.id if result.hub else _guess_base_model(checkpoint.folder))
     threads = threads_for(backends, workers or default_workers())
-    work = Work(threads, allow_zeros, delete_source_shards, rank, world_size, ray)
-    decides = fingerprint(checkpoint, planned, result.exclusions.texts, base, backends[0])
-    words = ["glmquant", "quantize", str(source), str(output), *result.options]
+    work = Work(threads, allow_zeros, delete_source_shards, rank, world_size, ray, result.hub, max_disk)
+    decides = fingerprint(checkpoint, planned, result.exclusions.texts, base, backends[0], result.hub)
+    words = ["glmquant", "quantize", str(result.hub.repo if result.hub else source), str(output), *result.options]
     words += ["--base-model", base_model] if base_model else []
     words += ["--backend", backend] if backend != "auto" else []
     words += ["--allow-zeros"] if allow_zeros else []
     words += ["--delete-source-shards"] if delete_source_shards else []
     words += ["--engine", "ray"] if ray is not None else []
+    words += ["--max-disk", str(max_disk)] if max_disk is not None else []
 
     def bar(total: int, doing: str) -> AbstractContextManager[Advance]:
         return _progress(total, progress, doing)
@@ -281,7 +301,7 @@ def quantize(
     with open_run(out, decides, shlex.join([*words, "--resume"]), resume, (rank, world_size)) as run:
         if not run.finished:
             with continuable(run, mine, alone=world_size == 1):
-                if verify_source:
+                if verify_source and not result.hub:  # every download is compared anyway
                     with bar(checkpoint.file_bytes, "verifying source") as advance:
                         check_source(checkpoint, threads, advance)
                 small = result.disk_needed - planned.disk_needed

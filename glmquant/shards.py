@@ -8,12 +8,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from glmquant.checkpoint.header import ShardHeader, parse_header
+from glmquant.checkpoint.hub import HubShards, HubSource
 from glmquant.checkpoint.manifest import FORMAT, SOURCE_FILE, Fingerprint, Run, ShardRecord, damage, digest
 from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, Checkpoint, unfinished
 from glmquant.checkpoint.writer import ShardWriter, check_space, sync_folder
@@ -31,7 +32,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(
-    checkpoint: Checkpoint, plan: Plan, exclude: Sequence[str], base_model: str, backend: Backend
+    checkpoint: Checkpoint,
+    plan: Plan,
+    exclude: Sequence[str],
+    base_model: str,
+    backend: Backend,
+    hub: HubSource | None = None,
 ) -> Fingerprint:
     """Everything that decides the bytes of an output: two runs with the same one write the same.
 
@@ -51,7 +57,7 @@ def fingerprint(
         CONFIG: digest(json.dumps(checkpoint.config).encode()),
         "exclude list": digest("\n".join(exclude).encode()),
         "source shard": {h.file: [h.file_size, h.digest] for h in checkpoint.shards},
-        SOURCE_FILE: {h.file: _identity(checkpoint.folder, h) for h in checkpoint.shards},
+        SOURCE_FILE: hub.identity if hub else {h.file: _identity(checkpoint.folder, h) for h in checkpoint.shards},
         "output shard": {shard.file: digest(shard.header) for shard in plan.shards},
     }
 
@@ -137,6 +143,7 @@ class Work:
         allow_zeros, delete_source: as of `quantize`.
         rank, world_size: this process writes every world_size-th shard, from the rank-th (counted from 0) on.
         ray: address of a Ray cluster that does it ('' for one on this machine), or None.
+        hub, max_disk: where shards come from that are not in the source folder, and how many bytes of them at once.
     """
 
     threads: int
@@ -145,6 +152,8 @@ class Work:
     rank: int = 0
     world_size: int = 1
     ray: str | None = None
+    hub: HubSource | None = None
+    max_disk: int | None = None
 
 
 def write_shards(
@@ -192,13 +201,19 @@ def write_shards(
         for shard in todo:
             ShardWriter(out, shard.file, shard.header, shard.file_size).reserve()
     total = sum(job.source.nbytes for shard in todo for job in shard.jobs)
-    with progress(total, "quantizing") as advance:
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress(total, "quantizing"))
         if work.ray is not None:
             from glmquant.cluster import write_on_ray
 
             write_on_ray(todo, headers, source, out, backends[0], work.ray, work.allow_zeros, run.record, advance)
             return
         shards = SourceShards(headers, todo, lambda file: source / file, delete if work.delete_source else None)
+        if work.hub and todo:
+            folder = out / RUN_FOLDER / f"source-{work.rank}"
+            uses = [shard.sources for shard in todo]
+            hub = stack.enter_context(HubShards(work.hub, uses, folder, work.max_disk, workers=work.threads))
+            shards = SourceShards(headers, todo, hub.path, hub.done, hub.stop)
         drop = work.delete_source or (memory is not None and total > memory // 2)
         streamer = Streamer(backends, work.threads, advance, run.record, drop_behind=drop, allow_zeros=work.allow_zeros)
         streamer.run(todo, shards, out)

@@ -74,6 +74,7 @@ class SourceShards:
         plans: the output shards that will be written, each once.
         path: where a source shard is; may wait until it is there.
         done: told each source shard that no output shard needs any more.
+        stop: ends a wait in `path`, from any thread.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class SourceShards:
         plans: Sequence[ShardPlan],
         path: Callable[[str], Path],
         done: Callable[[str], object] | None = None,
+        stop: Callable[[], object] = lambda: None,
     ) -> None:
-        self._headers, self._path, self._done = headers, path, done
+        self._headers, self._path, self._done, self.stop = headers, path, done, stop
         self._left = Counter(file for plan in plans for file in plan.sources)
         self._open: dict[str, ShardReader] = {}
         self._lock = threading.Lock()
@@ -196,6 +198,7 @@ class Streamer:
                     future.result()
         except BaseException as err:
             self._stop.set()
+            source.stop()
             pool.shutdown(cancel_futures=True)
             if isinstance(err, Exception):  # not Ctrl-C, which no thread's error may hide
                 self._raise_first(futures)
@@ -238,6 +241,7 @@ class Streamer:
             slots.release()
         except BaseException:
             self._stop.set()
+            source.stop()
             slots.release()  # the main thread may be waiting to open the next shard
             raise
 

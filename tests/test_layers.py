@@ -69,7 +69,6 @@ def test_a_config_without_num_hidden_layers_is_refused() -> None:
     [
         ("num_hidden_layers", "78"),
         ("num_hidden_layers", True),
-        ("num_hidden_layers", 10**9),
         ("num_nextn_predict_layers", -1),
         ("first_k_dense_replace", 1.0),
         ("n_routed_experts", [256]),
@@ -80,6 +79,21 @@ def test_a_key_that_is_no_natural_number_is_refused_by_name(key: str, value: obj
     with pytest.raises(CheckpointError) as caught:
         read_layers({"num_hidden_layers": 5, key: value})
     assert str(caught.value) == f"config.json: {key} is {value!r}, a natural number is needed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2001}, "num_hidden_layers is 2001; the limit is 2,000"),
+        ({"n_routed_experts": 10_001}, "n_routed_experts is 10001; the limit is 10,000"),
+        ({"num_hidden_layers": 2000, "n_routed_experts": 200}, "2000 layers of n_routed_experts 200 are no real model"),
+        ({"index_topk_pattern": "F" * 2001}, "index_topk_pattern is for 2,001 layers"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_layers({"num_hidden_layers": 5, **changes})
+    assert str(caught.value) == f"config.json: {message}"
 
 
 @pytest.mark.parametrize("key", ["mlp_layer_types", "indexer_types"])

@@ -332,6 +332,22 @@ def test_a_read_only_place_says_so_first(tiny: Path, tmp_path: Path) -> None:
     assert list(place.iterdir()) == []
 
 
+def test_a_clock_that_goes_backwards_changes_nothing(
+    tiny: Path, tmp_path: Path, expected: dict[str, str], stop_after: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    stop_after(1, BackendError("stop"))
+    with pytest.raises(BackendError):
+        glmquant.quantize(tiny, out, workers=1)
+    for path in out.rglob("*"):  # written in what is now the future
+        os.utime(path, (4e9, 4e9))
+    for clock in ("time", "monotonic"):
+        ticks = iter(range(10**9, 0, -1))
+        monkeypatch.setattr(time, clock, lambda ticks=ticks: float(next(ticks)))
+    assert main(["quantize", str(tiny), str(out), "--resume", "--recipe", "moe"]) == 0
+    assert torture.digests(out) == expected
+
+
 # deleting the source
 
 

@@ -18,6 +18,7 @@ from glmquant import checks, validator
 from glmquant.checkpoint.header import encode_header, tensor_nbytes
 from glmquant.checkpoint.layers import read_layers
 from glmquant.checkpoint.layout import expected_tensors
+from glmquant.engines import patterns
 from glmquant.engines.model import Verdict
 from glmquant.engines.targets import parse_targets
 from glmquant.exclusions import resolve
@@ -340,6 +341,12 @@ def test_lost_fusion_is_a_warning_and_names_the_entry(tmp_path: Path) -> None:
 
 def the_any(report: Report, code: str, word: str) -> Finding:
     return next(f for f in report.findings if f.code == code and f.message.startswith(word))
+
+
+def test_a_list_that_takes_too_long_to_match_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "BUDGET", 0.1)
+    report = check(make(tmp_path / "c", "moe", add("re:(.|.)*x$")))
+    assert "entry 're:(.|.)*x$' takes too long" in the(report, "entry-cost").message
 
 
 def test_formats_that_cannot_fuse_need_a_flag_before_0_5_18(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from glmquant.checkpoint.header import open_regular
 from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint
 from glmquant.errors import CheckpointError
 
 SUMS = "SHA256SUMS"
 _HEX = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 1024 * 1024
+# A line a file, for as many files as a checkpoint may have.
+_MOST = 30_000_000
 
 
 def check_source(checkpoint: Checkpoint, threads: int, advance: Callable[[int], object]) -> int:
@@ -54,7 +57,7 @@ def check_source(checkpoint: Checkpoint, threads: int, advance: Callable[[int], 
 
 def _sums(folder: Path) -> dict[str, str]:
     try:
-        lines = (folder / SUMS).read_text().splitlines()
+        lines = _text(folder / SUMS).splitlines()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as err:
@@ -66,13 +69,18 @@ def _sums(folder: Path) -> dict[str, str]:
     return found
 
 
+def _text(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.read(_MOST).decode()
+
+
 def _expected(folder: Path, name: str, sums: dict[str, str]) -> str:
     path = folder / name
     candidates = [sums.get(name, "")]
     if path.is_symlink():
         candidates.append(os.path.basename(os.readlink(path)))
     with suppress(OSError, ValueError, IndexError):
-        lines = (folder / ".cache/huggingface/download" / f"{name}.metadata").read_text().splitlines()
+        lines = _text(folder / ".cache/huggingface/download" / f"{name}.metadata").splitlines()
         candidates.append(lines[1].strip())
     return next((value for value in candidates if _HEX.fullmatch(value)), "")
 

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from glmquant.checkpoint.header import MAX_TENSORS
 from glmquant.errors import CheckpointError
+from glmquant.text import short
+
+# A config comes from a stranger, and everything is computed per layer and expert: GLM-5.2 has 79 layers, 256 experts.
+MAX_LAYERS = 2000
+MAX_EXPERTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +48,23 @@ def read_layers(config: Mapping[str, Any]) -> Layers:
     Raises:
         CheckpointError: a key is missing or of the wrong type; names the key.
     """
-    count = _natural(config, "num_hidden_layers")
-    nextn = _natural(config, "num_nextn_predict_layers", 0)
+    count = _natural(config, "num_hidden_layers", most=MAX_LAYERS)
+    nextn = _natural(config, "num_nextn_predict_layers", 0, MAX_LAYERS)
+    experts = _natural(config, "n_routed_experts", 0, MAX_EXPERTS)
+    if (count + nextn) * experts * 3 > MAX_TENSORS:
+        raise CheckpointError(f"config.json: {count + nextn} layers of n_routed_experts {experts} are no real model")
     types = config.get("mlp_layer_types")
     if types is not None:
         dense = {i for i, kind in enumerate(_list(config, "mlp_layer_types", count)) if kind == "dense"}
     else:
-        dense = set(range(_natural(config, "first_k_dense_replace", 0)))
+        dense = set(range(_natural(config, "first_k_dense_replace", 0, MAX_LAYERS)))
     return Layers(
         count=count,
         mtp=tuple(range(count, count + nextn)),
         dense=frozenset(dense),
         indexer=frozenset(_indexer_layers(config, count)),
-        routed_experts=_natural(config, "n_routed_experts", 0),
-        shared_experts=_natural(config, "n_shared_experts", 0),
+        routed_experts=experts,
+        shared_experts=_natural(config, "n_shared_experts", 0, MAX_EXPERTS),
     )
 
 
@@ -72,18 +81,22 @@ def indexer_formula(config: Mapping[str, Any], count: int) -> set[int]:
     """
     pattern = config.get("index_topk_pattern")
     if isinstance(pattern, (str, list)):
+        if len(pattern) > MAX_LAYERS:
+            raise CheckpointError(f"config.json: index_topk_pattern is for {len(pattern):,} layers")
         return {i for i, kind in enumerate(pattern) if kind in ("F", "full")}
     frequency = _natural(config, "index_topk_freq", 1) or 1
     offset = _natural(config, "index_skip_topk_offset", 0)
     return {i for i in range(count) if max(i - offset + 1, 0) % frequency == 0}
 
 
-def _natural(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _natural(config: Mapping[str, Any], key: str, default: int | None = None, most: int = 1_000_000) -> int:
     value = config.get(key, default)
     if value is None and default is not None:
         return default
-    if type(value) is not int or not 0 <= value <= 1_000_000:
-        raise CheckpointError(f"config.json: {key} is {value!r}, a natural number is needed")
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"config.json: {key} is {short(value)}, a natural number is needed")
+    if value > most:
+        raise CheckpointError(f"config.json: {key} is {short(value)}; the limit is {most:,}")
     return value
 
 

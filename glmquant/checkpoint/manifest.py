@@ -21,10 +21,11 @@ from typing import Any
 
 import xxhash
 
-from glmquant.checkpoint.header import ShardHeader
+from glmquant.checkpoint.header import ShardHeader, open_regular
 from glmquant.checkpoint.source import CONFIG, RUN, RUN_FOLDER, read_json
 from glmquant.checkpoint.writer import TEMPORARY, output_error, sync_folder, write_file
 from glmquant.errors import CheckpointError, OutputError
+from glmquant.text import short
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def file_digest(path: Path) -> str:
     """
     state = xxhash.xxh3_128()
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             while chunk := file.read(_CHUNK):
                 state.update(chunk)
     except OSError as err:
@@ -98,7 +99,7 @@ def damage(
     """
     buffer = memoryview(bytearray(_CHUNK))
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) != record.size:
                 return f"{path.name}: {size:,} bytes instead of {record.size:,}"
             position = 0
@@ -141,9 +142,10 @@ class Manifest:
             CheckpointError: there is none, or it is not one this version understands.
         """
         found = read_json(folder / MANIFEST)
-        if found.get("format") != FORMAT or found.get("digest") != DIGEST:
+        kind, sums = found.get("format"), found.get("digest")
+        if (kind, sums) != (FORMAT, DIGEST):
             raise CheckpointError(
-                f"{MANIFEST}: format {found.get('format')!r} with digest {found.get('digest')!r} is not known here",
+                f"{MANIFEST}: format {short(kind)} with digest {short(sums)} is not known here",
                 f"This glmquant reads format {FORMAT} with {DIGEST}.",
             )
         shards, files, fingerprint = found.get("shards"), found.get("files"), found.get("fingerprint")
@@ -151,7 +153,9 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST}: shards, files and fingerprint must be objects")
         for name, entry in files.items():
             if not (_is_name(name) and isinstance(entry, list) and len(entry) == 2 and _is_size(entry[0])):
-                raise CheckpointError(f"{MANIFEST}: files: {name!r} must be a path inside the folder: [size, digest]")
+                raise CheckpointError(
+                    f"{MANIFEST}: files: {short(name)} must be a path inside the folder: [size, digest]"
+                )
         return Manifest(
             fingerprint,
             {file: _decode(file, entry, MANIFEST) for file, entry in shards.items()},
@@ -372,7 +376,7 @@ def _decode(file: str, entry: Any, where: str) -> ShardRecord:
     Raises:
         CheckpointError: not a shard's record.
     """
-    bad = CheckpointError(f"{where}: the record of {file!r} is damaged")
+    bad = CheckpointError(f"{where}: the record of {short(file)} is damaged")
     if not _is_name(file) or "/" in file or not isinstance(entry, dict) or entry.keys() != {"size", "ranges"}:
         raise bad
     size, ranges = entry["size"], entry["ranges"]

@@ -7,6 +7,7 @@ for quantizing. Neither reads a weight or imports torch.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -245,11 +246,16 @@ def _check_depth(file: str, parsed: Any) -> None:
 
 
 def unfinished(folder: Path) -> str:
-    """The command that continues an unfinished output, or '' if the folder is none."""
+    """The command that continues an unfinished output, or '' if the folder is none.
+
+    The folder may be a stranger's: only a plain `glmquant quantize` is worth showing to a user who will run it.
+    """
     try:
-        return str(read_json(folder / RUN_FOLDER / RUN).get("continue", ""))
-    except CheckpointError:
+        command = str(read_json(folder / RUN_FOLDER / RUN).get("continue", ""))
+        words = shlex.split(command)
+    except (CheckpointError, ValueError):
         return ""
+    return command if words[:2] == ["glmquant", "quantize"] and shlex.join(words) == command else ""
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -382,8 +388,9 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             hint="Start from the bf16 or the FP8 checkpoint.",
         )
     dtypes = ("BF16", "F16", "F32", *(("F8_E4M3",) if fp8 else ()))
+    packed = ("_scale", "_packed", *(() if fp8 else ("_scale_inv",)))
     for tensor in checkpoint.tensors.values():
-        if tensor.name.endswith(("_scale", "_packed")) or tensor.dtype in ("U8", "I8"):
+        if tensor.name.endswith(packed) or tensor.dtype in ("U8", "I8"):
             yield Problem(
                 "already-quantized",
                 f"{tensor.shard}: tensor {tensor.name!r} ({tensor.dtype}) shows that the source is already quantized",
