@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from glmquant.checkpoint.checksums import check_source
 from glmquant.checkpoint.header import ShardHeader
@@ -38,6 +40,14 @@ logger = logging.getLogger(__name__)
 Folder = str | os.PathLike[str]
 
 
+class _Holder:
+    """A folder that is removed when nobody refers to it any more."""
+
+    def __init__(self) -> None:
+        self.folder = Path(mkdtemp(prefix="glmquant-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """What `quantize` would do: the source's headers, every output byte's place, and the exclude list.
@@ -52,7 +62,7 @@ class PlanResult:
     exclusions: ExclusionList
     options: tuple[str, ...]
     hub: HubSource | None = None
-    holder: TemporaryDirectory[str] | None = None
+    holder: _Holder | None = None
 
     @property
     def disk_needed(self) -> int:
@@ -124,8 +134,8 @@ def _plan(
 ) -> PlanResult:
     hub, holder = None, None
     if repo := parse_repo(os.fspath(source)):
-        holder = TemporaryDirectory(prefix="glmquant-")
-        hub = fetch_small(repo, Path(holder.name))
+        holder = _Holder()
+        hub = fetch_small(repo, holder.folder)
         checkpoint = open_source(hub.folder, {**hub.headers, **deleted})
     else:
         checkpoint = open_source(source, deleted)

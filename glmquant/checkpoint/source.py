@@ -387,6 +387,7 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             CONFIG,
             hint="Start from the bf16 or the FP8 checkpoint.",
         )
+    silent = "An FP8 checkpoint? config.json says nothing of it: quantization_config.quant_method 'fp8' is missing."
     dtypes = ("BF16", "F16", "F32", *(("F8_E4M3",) if fp8 else ()))
     packed = ("_scale", "_packed", *(() if fp8 else ("_scale_inv",)))
     for tensor in checkpoint.tensors.values():
@@ -396,17 +397,16 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
                 f"{tensor.shard}: tensor {tensor.name!r} ({tensor.dtype}) shows that the source is already quantized",
                 tensor.shard,
                 tensor.name,
-                "Start from the bf16 or the FP8 checkpoint.",
+                silent if tensor.name.endswith("_scale_inv") else "Start from the bf16 or the FP8 checkpoint.",
             )
         elif tensor.dtype not in dtypes:
-            hint = "config.json says nothing of it: quantization_config.quant_method 'fp8' is missing."
             yield Problem(
                 "dtype",
                 f"{tensor.shard}: tensor {tensor.name!r} has dtype {tensor.dtype}; a source may hold "
                 + ", ".join(dtypes),
                 tensor.shard,
                 tensor.name,
-                hint if tensor.dtype == "F8_E4M3" else "",
+                silent if tensor.dtype == "F8_E4M3" else "",
             )
 
 
