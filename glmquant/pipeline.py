@@ -285,6 +285,8 @@ def quantize(
     if delete_source_shards:
         if result.hub:
             raise CheckpointError("--delete-source-shards is for folders", "From the Hub, --max-disk bounds the disk.")
+        if world_size > 1 or ray is not None:
+            raise CheckpointError("--delete-source-shards is for one process", "Another may need the shard still.")
         check_deletable(checkpoint, deleted)
     if result.hub and ray is not None:
         raise CheckpointError("--engine ray needs a source folder that all its nodes see", "Download it first.")
@@ -301,6 +303,7 @@ def quantize(
     words += ["--allow-zeros"] if allow_zeros else []
     words += ["--delete-source-shards"] if delete_source_shards else []
     words += ["--engine", "ray"] if ray is not None else []
+    words += ["--address", ray] if ray else []
     words += ["--max-disk", str(max_disk)] if max_disk is not None else []
 
     def bar(total: int, doing: str) -> AbstractContextManager[Advance]:

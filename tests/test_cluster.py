@@ -92,6 +92,9 @@ def test_a_rank_twice_another_run_and_other_settings_are_refused(tiny: Path, tmp
     assert rank.returncode == 0
     with pytest.raises(OutputError, match="rank 2 of 2: ranks count from 0 to 1"):
         glmquant.quantize(tiny, out, rank=2, world_size=2)
+    for options in ({"rank": 1, "world_size": 2}, {"ray": ""}):
+        with pytest.raises(CheckpointError, match="--delete-source-shards is for one process"):
+            glmquant.quantize(tiny, tmp_path / "other", delete_source_shards=True, **options)
 
 
 @pytest.mark.parametrize(("rank", "size"), [("SLURM_PROCID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE")])

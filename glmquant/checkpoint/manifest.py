@@ -312,8 +312,18 @@ def _begin(output: Path, fingerprint: Fingerprint, command: str, resume: bool) -
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Waits for others that are at the same place. Where the file system has no locks, nobody waits."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    """Waits for others that are at the same place. Where the file system has no locks, nobody waits.
+
+    Raises:
+        FileNotFoundError: its folder is gone.
+        OutputError: the system refused.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except FileNotFoundError:
+        raise
+    except OSError as err:
+        raise output_error(str(path), err) from err
     try:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
