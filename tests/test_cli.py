@@ -1,4 +1,4 @@
-"""cli.py: the verbs, their output for people and for programs, and the exit codes."""
+"""cli/: the verbs, their output for people and for programs, and the exit codes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ from glmquant.checkpoint import header, source
 from glmquant.checkpoint.header import parse_header
 from glmquant.checkpoint.layers import Layers
 from glmquant.checkpoint.source import inspect, open_source, read_json
-from glmquant.cli import _PrintableLog, main
+from glmquant.cli import main
+from glmquant.cli.common import PrintableLog
 from glmquant.engines import patterns
 from glmquant.engines.matching import AtomMatcher, GlobMatcher, ShardMatcher
 from glmquant.engines.model import Stored
@@ -361,7 +362,7 @@ def test_names_cannot_act_on_the_terminal(folder: Path, capfd: pytest.CaptureFix
 
 def test_log_lines_cannot_act_on_the_terminal() -> None:
     record = logging.LogRecord("n", logging.WARNING, "f", 1, "%s: written again", (EVIL,), None)
-    assert _PrintableLog("%(message)s").format(record) == printable(EVIL) + ": written again"
+    assert PrintableLog("%(message)s").format(record) == printable(EVIL) + ": written again"
 
 
 def test_names_are_no_format_strings() -> None:

@@ -1,0 +1,103 @@
+"""What the verbs share: options, and printing text that comes from strangers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+from typing import Any, TextIO
+
+from glmquant.engines.targets import DEFAULT_TARGETS, span
+from glmquant.exclusions import ExclusionList
+from glmquant.spelling import FORMS
+from glmquant.text import printable
+
+
+def say(*lines: str, to: TextIO | None = None) -> None:
+    """Print lines; names in them come from strangers, and must neither act on the terminal nor look like a line."""
+    print("\n".join(printable(line).replace("\n", "\\n") for line in lines), file=to)
+
+
+class PrintableLog(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))  # ASCII: what a terminal would act on is escaped
+
+
+def verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, and tracebacks of errors")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def recipe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="moe (default), moe-mtp, routed, routed-mtp, or your own file: my.yaml, my.yaml:name",
+    )
+    parser.add_argument(
+        "--quantize",
+        dest="also",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="quantize these modules too: a glob such as 'model.layers.0.mlp.*', or 're:' and a regex",
+    )
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="PATTERN", help="leave these modules as they are; wins"
+    )
+
+
+def recipe_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {"recipe": args.recipe, "quantize": args.also, "keep": args.keep, "targets": args.targets, "form": args.form}
+
+
+def shard_size_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        type=size,
+        metavar="SIZE",
+        help="pack the output's shards anew, layer by layer, to at most this (5GB, 500MB); default: as the source's",
+    )
+
+
+def size(text: str) -> int:
+    """Bytes of `5GB`, `500MB` (powers of 1000, as huggingface_hub reads them) or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
+    size = int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " ")) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
+    return size
+
+
+def targets_option(parser: argparse.ArgumentParser, *aliases: str) -> None:
+    parser.add_argument(
+        "--targets",
+        *aliases,
+        default=DEFAULT_TARGETS,
+        metavar="LIST",
+        help=f"engine releases that must load the result, e.g. 'sglang>=0.5.16' (default: {DEFAULT_TARGETS})",
+    )
+
+
+def form_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="auto",
+        help="spelling of the exclude list: literal (no regex), regex (as short as possible), or auto (default): the "
+        "main layers by name, the MTP layer as loads best",
+    )
+
+
+def list_lines(exclusions: ExclusionList) -> list[str]:
+    return [
+        f"exclude list  {len(exclusions.entries)} entries, MTP form: {exclusions.form}; for {span(exclusions.targets)}",
+        *(f"  note: {need}" for need in exclusions.needs),
+    ]
