@@ -13,12 +13,14 @@ from glmquant.errors import (
 )
 from glmquant.exclusions import ExclusionList
 from glmquant.findings import Finding, Report
+from glmquant.graft import Graft
 from glmquant.mend import Difference, Fix
 from glmquant.pipeline import (
     PlanResult,
     QuantizeResult,
     diff_exclusions,
     fix_exclusions,
+    graft_mtp,
     plan,
     quantize,
     resolve_exclusions,
@@ -39,6 +41,7 @@ __all__ = [
     "Finding",
     "Fix",
     "GlmquantError",
+    "Graft",
     "OutputError",
     "Plan",
     "PlanResult",
@@ -48,6 +51,7 @@ __all__ = [
     "Verification",
     "diff_exclusions",
     "fix_exclusions",
+    "graft_mtp",
     "plan",
     "quantize",
     "resolve_exclusions",

@@ -7,15 +7,17 @@ point into the `mistakes` of the engines' YAML files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from glmquant.checkpoint.formats import BLOCK_FP8, FP8_BLOCK, FP8_SCALES
 from glmquant.checkpoint.header import TensorInfo
-from glmquant.checkpoint.layers import Layers, indexer_formula
+from glmquant.checkpoint.layers import LayerKeys, Layers, layers_of
 from glmquant.checkpoint.layout import Shape
 from glmquant.checkpoint.source import CONFIG, INDEX, Checkpoint, read_json
+from glmquant.engines.block_fp8 import is_block_fp8
 from glmquant.errors import GlmquantError
 from glmquant.text import short
 
@@ -90,17 +92,27 @@ def _has_template(path: Path) -> bool:
 
 
 def tensors(
-    checkpoint: Checkpoint, formats: Mapping[str, str], expected: Mapping[str, Shape], layers: Layers
+    checkpoint: Checkpoint,
+    formats: Mapping[str, str],
+    expected: Mapping[str, Shape],
+    layers: Layers,
+    allowed: Collection[str] = (),
+    others: tuple[str, ...] = (),
 ) -> Iterator[Mistake]:
-    """Every tensor the config promises is there, in the one shape and dtype that engines read right."""
+    """Every tensor the config promises is there, in the one shape and dtype that engines read right.
+
+    Args:
+        allowed: names that may be there or not.
+        others: names that begin so are part of the model too.
+    """
     pile = _Pile()
-    stray = _strays(checkpoint.tensors, formats, expected, layers, pile)
+    stray = _strays(checkpoint.tensors, formats, expected, allowed, others, layers, pile)
     _missing(checkpoint.tensors, expected, layers, stray, pile)
     known = {m: kind for m, kind in formats.items() if not expected or f"{m}.weight" in expected}
     _scales(checkpoint.tensors, known, expected, stray, pile)
     _shapes(checkpoint.tensors, formats, expected, pile)
     for module, kind in formats.items():
-        if kind not in ("mxfp4", "plain"):
+        if kind not in ("mxfp4", "plain", BLOCK_FP8):
             pile.add("weight-dtype", f"{module}.weight", f"weight-dtype.{kind}")
         if checkpoint.tensors[f"{module}.weight"].dtype == "I8":
             pile.add("weight-int8", f"{module}.weight", "")
@@ -161,34 +173,37 @@ TENSOR_CODES = {
 _FOREIGN = re.compile(
     r"(weight_(scale_inv|packed|scale_2|quantizer[._]\w+)|(input|output)_scale|qweight|scales?|\w*_scale)"
 )
-_EXPERT_STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj|gate_proj|up_proj)([._]\w+)*")
-# What the MTP layer may bring although it is the main model's: engines skip it.
-_MTP_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+_EXPERT_STACK = re.compile(r"(gate_up_proj|down_proj|gate_proj|up_proj)([._]\w+)*")
 
 
 def _strays(
     tensors: Mapping[str, TensorInfo],
     formats: Mapping[str, str],
     expected: Mapping[str, Shape],
+    allowed: Collection[str],
+    others: tuple[str, ...],
     layers: Layers,
     pile: _Pile,
 ) -> dict[str, str]:
     """Sort out what should not be there; module (or container) -> the stray tensor that stands in for its own."""
     stands_for: dict[str, str] = {}
-    skipped = {f"model.layers.{layer}.{tail}" for layer in layers.mtp for tail in _MTP_SHARED}
+    container = f".{layers.container}" if layers.container else " "
     for name in tensors:
-        if name in expected or name in skipped:
+        if name in expected or name in allowed or (others and name.startswith(others)):
             continue
         module, _, tail = name.rpartition(".")
         lost_weight = f"{module}.weight" in expected and f"{module}.weight" not in tensors
         if tail == "weight_scale" and (lost_weight or formats.get(module) == "mxfp4"):
             continue
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and layers.count + len(layers.mtp) <= int(layer[1]):
+        if tail in FP8_SCALES and formats.get(module) == BLOCK_FP8:
+            continue
+        layer = layers.number(name)
+        head, found, below = name.partition(container + ".")
+        if layer is not None and layers.count + len(layers.mtp) <= layer:
             pile.add("mtp-undeclared", name, f"mtp-undeclared.{'absent' if not layers.mtp else 'stray'}")
-        elif stack := _EXPERT_STACK.fullmatch(name):
+        elif found and _EXPERT_STACK.fullmatch(below):
             pile.add("experts-3d", name)
-            stands_for[stack[1]] = name
+            stands_for[head + container] = name
         elif _FOREIGN.fullmatch(tail) or ".weight_quantizer." in name:
             owner = name.partition(".weight_quantizer.")[0] if ".weight_quantizer." in name else module
             wanted = f"{owner}.weight" in tensors and formats.get(owner) == "mxfp4"
@@ -211,7 +226,7 @@ def _missing(
     stray: Mapping[str, str],
     pile: _Pile,
 ) -> None:
-    absent = [f"model.layers.{n}." for n in layers.mtp]
+    absent = [layers.at(n) for n in layers.mtp]
     for name in tensors:
         absent = [prefix for prefix in absent if not name.startswith(prefix)] if absent else absent
     for prefix in absent:
@@ -275,39 +290,48 @@ def _difference(found: Sequence[int], want: Sequence[int]) -> str:
     return "narrow" if found[1] < want[1] else "wide"
 
 
-def place(module: str, fused: bool) -> str:
+def place(module: str, fused: bool, layers: Layers, roles: Mapping[str, str]) -> str:
     """Where a module's tensors go in an engine, which decides how its loader takes a wrong one.
 
-    `fused`: the shared expert is one more expert of the container.
+    Args:
+        fused: the shared expert is one more expert of the container.
+        roles: Architecture.roles.
     """
-    last = module.rpartition(".")[2]
-    side = {"down_proj": "down", "gate_proj": "up", "up_proj": "up"}.get(last)
-    if ".mlp.experts." in module:
+    role = roles.get(module.rpartition(".")[2])
+    side = role if role in ("up", "down") else None
+    if layers.container and f".{layers.container}." in module:
         return f"experts.{side}"
-    if ".mlp.shared_experts." in module:
-        return f"experts.{side}" if fused else f"pair.{side}" if side == "up" else "row"
+    if fused and layers.shared and f".{layers.shared}." in module:
+        return f"experts.{side}"
     if side:
         return "row" if side == "down" else f"pair.{side}"
-    return {"o_proj": "row", "q_a_proj": "pair.qkv", "kv_a_proj_with_mqa": "pair.qkv"}.get(last, "linear")
+    return {"row": "row", "qkv": "pair.qkv"}.get(role or "", "linear")
 
 
 # config.json
 
 
-def schedule(config: Mapping[str, Any], layers: Layers) -> Iterator[Mistake]:
-    """Which layers have an indexer is said twice, for different engines; both must be there and agree."""
-    formula = any(config.get(key) is not None for key in ("index_topk_freq", "index_topk_pattern"))
-    types = config.get("indexer_types") is not None
+def schedule(config: Mapping[str, Any], layers: Layers, keys: LayerKeys) -> Iterator[Mistake]:
+    """Which layers have an indexer is said twice, for different engines; both must be there and agree.
+
+    Args:
+        config: the part of config.json with the language model's keys.
+    """
+    rules = dict(keys.sets).get("indexer", ())
+    if not rules or rules[0].kind != "words" or len(rules) < 2:
+        return
+    formula = any(config.get(rule.key) is not None for rule in rules[1:])
+    types = config.get(rules[0].key) is not None
     try:
-        agree = not formula or not types or indexer_formula(config, layers.count) == set(layers.indexer)
+        named = layers_of(rules[1:], config, layers.count) if formula and types else set(layers.indexer)
     except GlmquantError as err:
         yield Mistake("indexer-schedule", err.message, {CONFIG: "indexer-schedule.differ"}, err.hint)
         return
-    if not agree:
+    if named != layers.indexer:
         what, key = "indexer_types and the keys index_topk_freq, index_skip_topk_offset, index_topk_pattern", "differ"
         yield Mistake(
             "indexer-schedule",
-            f"{what} name different layers: {_some(indexer_formula(config, layers.count) ^ set(layers.indexer))}",
+            f"{what} name different layers: {_some(named ^ layers.indexer)}",
             {CONFIG: f"indexer-schedule.{key}"},
             "Take both from the source's config.json.",
         )
@@ -350,7 +374,7 @@ def quantization(config: Mapping[str, Any]) -> Iterator[Mistake]:
     for key in ("layer_quant_config", "layer_type_quant_config"):
         if not isinstance(block.get(key), dict):
             yield wrong("config-key", f"config.{key}", f"quantization_config.{key} must be a map", "Write {}.")
-        elif block[key]:
+        elif block[key] and not (key == "layer_quant_config" and all(map(is_block_fp8, block[key].values()))):
             some = ", ".join(map(short, list(block[key])[:3]))
             yield Mistake(
                 "layer-config",
@@ -424,16 +448,27 @@ def _scheme(block: Any, wrong: Any) -> Iterator[Mistake]:
 SIZES = (1, 2, 4, 8, 16)
 
 
-def tensor_parallel(config: Mapping[str, Any], formats: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[int]:
-    """Tensor-parallel sizes at which no block of 32 is cut apart and heads divide evenly.
+def tensor_parallel(
+    config: Mapping[str, Any],
+    formats: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    layers: Layers,
+    roles: Mapping[str, str],
+) -> list[int]:
+    """Tensor-parallel sizes at which no block (32 of MXFP4, 128 x 128 of FP8) is cut apart and heads divide evenly.
 
     Column-parallel weights are cut by rows, row-parallel ones (o_proj, down_proj) along the blocks.
     """
     heads = config.get("num_attention_heads")
     cut = {
-        (place(module, False), shapes[f"{module}.weight"])
+        (place(module, False, layers, roles), shapes[f"{module}.weight"])
         for module, kind in formats.items()
         if kind == "mxfp4" and len(shapes.get(f"{module}.weight", ())) == 2
+    }
+    fp8 = {
+        (place(module, False, layers, roles), shapes[f"{module}.weight"])
+        for module, kind in formats.items()
+        if kind == BLOCK_FP8 and len(shapes.get(f"{module}.weight", ())) == 2
     }
     legal = []
     for size in SIZES:
@@ -442,6 +477,20 @@ def tensor_parallel(config: Mapping[str, Any], formats: Mapping[str, str], shape
             for where, (rows, columns) in cut
             if where not in ("pair.qkv", "linear")
         )
+        fits = fits and all(_whole_fp8(where, shape, size) for where, shape in fp8)
         if fits and (type(heads) is not int or heads % size == 0):
             legal.append(size)
     return legal
+
+
+def _whole_fp8(where: str, shape: Shape, size: int) -> bool:
+    """Whether blocks stay whole; a single rank has to have whole ones only where weights lie side by side.
+
+    Source: sglang 0.5.23 layers/quantization/fp8.py validate_block_quant_shapes:570-610.
+    """
+    rows, columns = shape
+    if where in ("pair.qkv", "linear"):
+        return True  # not cut, or by heads
+    if where.endswith(("row", "down")):
+        return size == 1 or columns % (size * FP8_BLOCK[1]) == 0
+    return rows % (size * FP8_BLOCK[0]) == 0

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from glmquant.checkpoint.layers import Layers
-from glmquant.engines.model import DISABLE_FUSION, Evaluation, Stored, Verdict
-from glmquant.engines.targets import ENGINES, Target, evaluate, span
+from glmquant.engines.block_fp8 import Dropped, Release
+from glmquant.engines.model import DISABLE_FUSION, Evaluation, Fp8Layers, Stored, Verdict
+from glmquant.engines.targets import ENGINES, Target, engine_notes, evaluate, span, split_modelled
 from glmquant.errors import ExclusionError
 from glmquant.recipe import Architecture
 from glmquant.spelling import FORMS, Entry, as_globs, as_regexes, forms
@@ -36,7 +37,8 @@ class ExclusionList:
 
     Attributes:
         form: how the MTP layer is spelled.
-        needs: launch flags and speed notes, per range of releases.
+        targets: those whose models know this family of models, and were asked.
+        needs: launch flags and speed notes, per range of releases; and which releases were not asked.
         evaluations: what the engine models say per target.
     """
 
@@ -77,7 +79,7 @@ def answers(exclude: Sequence[str], module: str, target: Target | str, layers: L
     if isinstance(target, str):
         name, _, release = target.partition(" ")
         target = Target(name, release)
-    container = module.partition(".mlp.experts.")[0] + ".mlp.experts"
+    container = module.partition(f".{layers.container}.")[0] + f".{layers.container}"
     return {
         asking.prefix: answer
         for asking, answer in ENGINES[target.engine].answers(target.release, exclude, layers)
@@ -91,13 +93,18 @@ def resolve(
     architecture: Architecture,
     targets: Sequence[Target],
     form: str = "auto",
+    fp8: Fp8Layers | None = None,
 ) -> ExclusionList:
     """Choose the list for a set of stored formats.
 
     Args:
-        formats: Linear checkpoint module -> `mxfp4` or `plain`.
+        formats: Linear checkpoint module -> `mxfp4`, `plain` or `fp8`.
         targets: engine releases that must load the checkpoint.
         form: `auto`, `literal` or `regex`, see spelling.forms.
+        fp8: what the config says of the FP8 modules, if there are any.
+
+    Releases that are not modelled for this family of models are not asked; `needs` says so. With no other target the
+    list has the names of the checkpoint, and nobody was asked.
 
     Raises:
         ExclusionError: no spelling loads on every target, not even with a launch flag. The message names the
@@ -105,20 +112,25 @@ def resolve(
     """
     if form not in FORMS:
         raise ExclusionError(f"unknown form {form!r}", f"Known: {', '.join(FORMS)}.")
-    stored = Stored.of(formats, layers)
+    stored = Stored.of(formats, layers, fp8)
+    asked, unknown = split_modelled(targets, layers.family)
+    unasked = [
+        Need(span(skipped), "", f"{reason}; this list was not checked for it") for reason, skipped in unknown.items()
+    ]
+    for note, concerned in engine_notes(asked, layers.family).items():
+        unasked.append(Need(span(concerned), "", note))
     tried: list[tuple[tuple[int, ...], ExclusionList]] = []
     for name, entries in forms(stored, architecture, form):
         texts = [entry.text for entry in entries]
-        evaluations = tuple(evaluate(target, texts, stored) for target in targets)
-        found = ExclusionList(
-            tuple(entries), name, tuple(targets), tuple(_needs(evaluations)), evaluations, stored, architecture
-        )
+        evaluations = tuple(evaluate(target, texts, stored) for target in asked)
+        needs = (*_needs(evaluations), *unasked)
+        found = ExclusionList(tuple(entries), name, tuple(asked), needs, evaluations, stored, architecture)
         cost = (
             sum(not e.loads for e in evaluations),
             sum(bool(e.flags) for e in evaluations),
             sum(_fragile(e, texts, stored) for e in evaluations),
             sum(e.verdict is Verdict.SLOW for e in evaluations),
-            len(tried),
+            len(tried) if asked else -len(tried),  # the last form is the plainest
         )
         tried.append((cost, found))
     lowest, best = min(tried, key=lambda row: row[0])
@@ -146,6 +158,37 @@ def _needs(evaluations: Sequence[Evaluation]) -> Iterator[Need]:
                 groups.setdefault(("", f"{fault.role}: {fault.message}"), []).append(evaluation)
     for (flag, reason), group in groups.items():
         yield Need(_span(group), flag, reason)
+
+
+def fp8_notes(bf16: Mapping[str, Dropped], layers: Layers) -> list[Need]:
+    """What did not stay FP8, and why; see planner.Plan.bf16."""
+    found: dict[Dropped, dict[str, None]] = {}
+    experts = f".{layers.container}." if layers.container else " "
+    for module, why in bf16.items():
+        number = layers.number(module)
+        name = module if number is None else module.replace(layers.at(number), layers.prefix.replace("{layer}", "*"))
+        head, inside, _ = name.partition(experts)
+        found.setdefault(why, {})[head + inside + "*" if inside else name] = None
+    return [
+        Need(
+            _releases(why.targets) if why.targets else "all targets",
+            "",
+            f"became bf16, {_WHY[why.why]}: {', '.join(names)}",
+        )
+        for why, names in found.items()
+    ]
+
+
+_WHY = {
+    "unread": "which these cannot read as FP8",
+    "names": "of which these read the scale under different names",
+    "blocks": "whose blocks of 128 x 128 do not fit those beside them",
+    "together": "since what they are fused with is not FP8",
+}
+
+
+def _releases(targets: Iterable[Release]) -> str:
+    return span([Target(target.engine, target.release) for target in targets])
 
 
 def _span(evaluations: Iterable[Evaluation]) -> str:

@@ -50,7 +50,7 @@ def finish(
     write(CARD, make_card(source.folder / CARD, plan, exclusions, record).encode())
     config = {
         **source.config,
-        "quantization_config": quantization_config(exclusions.texts, backend.version),
+        "quantization_config": quantization_config(exclusions.texts, backend.version, plan.fp8_keys),
     }
     content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     files[CONFIG] = (len(content), digest(content))

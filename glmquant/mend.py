@@ -12,17 +12,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from glmquant.checkpoint.formats import stored_formats
+from glmquant.checkpoint.formats import BLOCK_FP8, stored_formats
 from glmquant.checkpoint.header import open_regular, parse_json
 from glmquant.checkpoint.layers import Layers, read_layers
-from glmquant.checkpoint.manifest import replace_file
-from glmquant.checkpoint.source import CONFIG, MAX_JSON_BYTES, inspect, read_json, refuse_link_outside
+from glmquant.checkpoint.manifest import file_digest, replace_file
+from glmquant.checkpoint.source import CONFIG, MAX_JSON_BYTES, Checkpoint, inspect, read_json, refuse_link_outside
 from glmquant.checkpoint.writer import copy_file
+from glmquant.engines import block_fp8
 from glmquant.engines.sglang import Sglang
-from glmquant.engines.targets import ENGINES, Target, span
+from glmquant.engines.targets import ENGINES, Target, span, split_modelled
 from glmquant.errors import CheckpointError, GlmquantError
 from glmquant.exclusions import ExclusionList, resolve
-from glmquant.recipe import load_architecture
+from glmquant.recipe import known_model_types, load_architecture
 from glmquant.text import short
 
 
@@ -74,21 +75,28 @@ def on_disk(folder: Path, targets: Sequence[Target], form: str) -> ExclusionList
     for problem in problems:
         if problem.code in _UNTRUSTED:
             raise problem.error()
+    return list_for(checkpoint, targets, form)
+
+
+def list_for(checkpoint: Checkpoint, targets: Sequence[Target], form: str) -> ExclusionList:
+    """The list for what a checkpoint stores; raises as `on_disk`."""
     config = checkpoint.config.get("quantization_config")
-    if isinstance(config, dict) and config.get("layer_quant_config"):
+    said = config.get("layer_quant_config") if isinstance(config, dict) else None
+    if said and not (isinstance(said, dict) and all(map(block_fp8.is_block_fp8, said.values()))):
         raise CheckpointError(
-            f"{CONFIG}: quantization_config.layer_quant_config is not empty",
-            "Lists are resolved for checkpoints with one quantized format only.",
+            f"{CONFIG}: quantization_config.layer_quant_config has a format that is neither MXFP4 nor block-scaled FP8",
+            "Lists are not resolved for such checkpoints.",
         )
     architecture = load_architecture(checkpoint.model_type)
     formats = stored_formats(checkpoint.tensors, architecture.lookups)
     for module, kind in formats.items():
-        if kind not in ("mxfp4", "plain"):
+        if kind not in ("mxfp4", "plain", BLOCK_FP8):
             tensor = checkpoint.tensors[f"{module}.weight"]
             raise CheckpointError(
                 f"{tensor.shard}: tensor {tensor.name!r} is {tensor.dtype}: neither MXFP4 nor bf16, f16, f32"
             )
-    return resolve(formats, read_layers(checkpoint.config), architecture, targets, form)
+    fp8 = block_fp8.on_disk(checkpoint.config, checkpoint.tensors, formats)
+    return resolve(formats, read_layers(checkpoint.config, architecture.keys), architecture, targets, form, fp8)
 
 
 def fix(folder: Path, targets: Sequence[Target], form: str = "auto", dry_run: bool = False) -> Fix:
@@ -109,14 +117,26 @@ def fix(folder: Path, targets: Sequence[Target], form: str = "auto", dry_run: bo
     if dry_run or before == found.texts:
         return Fix(folder, tuple(before), found, None)
     quantization["exclude"] = found.texts
-    names = (f"{CONFIG}.bak" + (f".{n}" if n else "") for n in count())
-    backup = next(folder / name for name in names if not (folder / name).exists())
-    copy_file(folder / CONFIG, folder, backup.name)
-    replace_file(folder, CONFIG, _like(folder / CONFIG, config))
+    backup = back_up(folder, CONFIG)
+    replace_file(folder, CONFIG, like(folder / CONFIG, config))
     return Fix(folder, tuple(before), found, backup)
 
 
-def _like(original: Path, config: dict[str, Any]) -> bytes:
+def back_up(folder: Path, name: str) -> Path:
+    """Copy a file of a checkpoint to NAME.bak (.bak.1, ...), or find the copy that is there already.
+
+    Raises:
+        CheckpointError, OutputError: it cannot be read or written.
+    """
+    names = (f"{name}.bak" + (f".{n}" if n else "") for n in count())
+    content = file_digest(folder / name)
+    backup = next(p for n in names if not (p := folder / n).exists() or file_digest(p) == content)
+    if not backup.exists():
+        copy_file(folder / name, folder, backup.name)
+    return backup
+
+
+def like(original: Path, config: dict[str, Any]) -> bytes:
     """JSON with the original's indentation and end of file, so that a textual diff shows the list only."""
     text = original.read_text(encoding="utf-8")
     indent = re.match(r"\{\n( {1,16}|\t{1,4})\"", text)
@@ -138,8 +158,11 @@ def diff(a: Path, b: Path, targets: Sequence[Target]) -> list[Difference]:
     layers = layers_a or layers_b
     if layers is None:
         raise GlmquantError("neither list comes with a config.json, so the layers are unknown", "Give a folder.")
+    asked, unknown = split_modelled(targets, layers.family)
+    if not asked:
+        raise GlmquantError(f"{', '.join(unknown)}: no target's answers are known", "Name others with --targets.")
     rows: dict[tuple[str, str, str, str], list[Target]] = defaultdict(list)
-    for target in targets:
+    for target in asked:
         engine = ENGINES[target.engine]
         answers = [engine.answers(target.release, exclude, layers) for exclude in (list_a, list_b)]
         for (module, one), (_, two) in zip(*answers, strict=True):
@@ -179,9 +202,19 @@ def _read_list(path: Path) -> tuple[list[str], Layers | None]:
     if isinstance(data, dict):
         config = data.get("quantization_config", data)
         entries = config.get("exclude") if isinstance(config, dict) else None
-        layers = read_layers(data) if "num_hidden_layers" in data else None
+        layers = _layers(data)
     else:
         entries, layers = data, None
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise GlmquantError(f"{path}: holds no exclude list", "Give a folder, a config.json, or a list of texts.")
     return entries, layers
+
+
+def _layers(config: dict[str, Any]) -> Layers | None:
+    """The layers of a config.json; None for a file that is none. One without a model type is read as GLM-5.2's."""
+    model_type = config.get("model_type", "glm_moe_dsa")
+    if not isinstance(model_type, str) or model_type not in known_model_types():
+        return None
+    keys = load_architecture(model_type).keys
+    inner = keys.of(config) if not keys.inside or keys.inside in config else {}
+    return read_layers(config, keys) if keys.layers in inner else None

@@ -8,28 +8,53 @@ import shlex
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
 from glmquant.checkpoint.checksums import check_source
 from glmquant.checkpoint.header import ShardHeader
-from glmquant.checkpoint.hub import HubSource, fetch_small, parse_repo
+from glmquant.checkpoint.hub import HubSource, Repo, fetch_small, parse_repo
 from glmquant.checkpoint.layers import read_layers
-from glmquant.checkpoint.manifest import open_run
+from glmquant.checkpoint.manifest import MANIFEST, Manifest, open_run
+from glmquant.checkpoint.push import COMMIT_SHARDS, Pusher
 from glmquant.checkpoint.source import CONFIG, Checkpoint, open_source, read_json
 from glmquant.checkpoint.writer import check_place
-from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
-from glmquant.errors import CheckpointError, OutputError
-from glmquant.exclusions import ExclusionList, resolve
+from glmquant.engines.targets import DEFAULT_TARGETS, ENGINES, parse_targets
+from glmquant.errors import CheckpointError, GlmquantError, OutputError
+from glmquant.evals import results as eval_results
+from glmquant.evals import run as eval_runs
+from glmquant.evals.compare import ALPHA, MARGIN, POWER, Comparisons, compare
+from glmquant.evals.results import Scores
+from glmquant.exclusions import ExclusionList, fp8_notes, resolve
 from glmquant.findings import Report
 from glmquant.finishing import finish
+from glmquant.graft import Graft, files_to_fetch, graft, open_donor
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
 from glmquant.mxfp4.choose import make_backends, threads_for
 from glmquant.planner import Plan, make_plan
 from glmquant.recipe import load_architecture, select_recipe
+from glmquant.reporting import Written, check_outputs, default_page, write_report
+from glmquant.reporting.keys import kernel_keys as read_kernel_keys
+from glmquant.serving.aiter_tables import open_tables
+from glmquant.serving.doctor import (
+    FIX,
+    Diagnosis,
+    Line,
+    examine_checkpoint,
+    examine_keys,
+    examine_stack,
+    examine_tables,
+)
+from glmquant.serving.guard import find_guard
+from glmquant.serving.key_report import KeyReport, look_up
+from glmquant.serving.launch import Launch, Wish, make_launch
+from glmquant.serving.settings import ENGINES as SERVING_ENGINES
+from glmquant.serving.settings import engine_settings, hardware, profiles
+from glmquant.serving.stack import Stack, open_stack
+from glmquant.serving.subject import Subject, nearest, read_subject
 from glmquant.shards import Work, check_deletable, continuable, deleted_headers, fingerprint, write_shards
 from glmquant.streaming import Advance, default_workers
 from glmquant.validator import validate_folder
@@ -100,6 +125,7 @@ def plan(
     recipe: str | None = None,
     quantize: Sequence[str] = (),
     keep: Sequence[str] = (),
+    keep_fp8: bool = False,
     targets: str = DEFAULT_TARGETS,
     form: str = "auto",
     max_shard_size: int | None = None,
@@ -110,6 +136,8 @@ def plan(
         source: folder of a bf16 or block-scaled FP8 checkpoint, hub-cache snapshot, or `org/name[@revision]`.
         recipe: a name from exclusions/<model_type>.yaml, or a file of your own (`my.yaml`, `my.yaml:name`).
         quantize, keep: overrides, globs (or `re:` regexes) over module names; keep wins.
+        keep_fp8: leave un-quantized modules of a block-scaled FP8 source FP8, where all targets read that; else they
+            become bf16.
         targets: engine releases that must load the result, e.g. `sglang>=0.5.13,vllm`.
         form: spelling of the exclude list: `auto`, `literal` (no regex) or `regex` (as short as possible).
         max_shard_size: bytes; pack the output's shards anew, layer by layer, instead of one for each source shard.
@@ -119,7 +147,7 @@ def plan(
         RecipeError: unknown model type or recipe, or a combination that no engine loads.
         ExclusionError: no exclude list serves all targets.
     """
-    return _plan(source, recipe, quantize, keep, targets, form, max_shard_size, {})
+    return _plan(source, recipe, quantize, keep, keep_fp8, targets, form, max_shard_size, {})
 
 
 def _plan(
@@ -127,6 +155,7 @@ def _plan(
     recipe: str | None,
     quantize: Sequence[str],
     keep: Sequence[str],
+    keep_fp8: bool,
     targets: str,
     form: str,
     max_shard_size: int | None,
@@ -141,12 +170,18 @@ def _plan(
         checkpoint = open_source(source, deleted)
     architecture = load_architecture(checkpoint.model_type)
     architecture, chosen = select_recipe(architecture, recipe)
-    layers = read_layers(checkpoint.config)
-    planned = make_plan(checkpoint, architecture, chosen.with_overrides(quantize, keep), layers, max_shard_size)
-    exclusions = resolve(planned.formats, layers, architecture, parse_targets(targets), form)
+    layers = read_layers(checkpoint.config, architecture.keys)
+    chosen_targets = parse_targets(targets)
+    kept_for = chosen_targets if keep_fp8 else None
+    planned = make_plan(
+        checkpoint, architecture, chosen.with_overrides(quantize, keep), layers, max_shard_size, kept_for
+    )
+    exclusions = resolve(planned.formats, layers, architecture, chosen_targets, form, planned.fp8)
+    exclusions = replace(exclusions, needs=(*exclusions.needs, *fp8_notes(planned.bf16, layers)))
     options = ["--recipe", recipe or chosen.name]
     options += [word for pattern in quantize for word in ("--quantize", pattern)]
     options += [word for pattern in keep for word in ("--keep", pattern)]
+    options += ["--keep-fp8"] if keep_fp8 else []
     options += ["--targets", targets] if targets != DEFAULT_TARGETS else []
     options += ["--form", form] if form != "auto" else []
     options += ["--max-shard-size", str(max_shard_size)] if max_shard_size is not None else []
@@ -159,6 +194,7 @@ def resolve_exclusions(
     recipe: str | None = None,
     quantize: Sequence[str] = (),
     keep: Sequence[str] = (),
+    keep_fp8: bool = False,
     targets: str = DEFAULT_TARGETS,
     form: str = "auto",
 ) -> ExclusionList:
@@ -169,8 +205,11 @@ def resolve_exclusions(
     on_hub = parse_repo(os.fspath(checkpoint)) is not None
     quantization = None if on_hub else read_json(Path(checkpoint) / CONFIG).get("quantization_config")
     if not quantization or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"):
-        return plan(checkpoint, recipe=recipe, quantize=quantize, keep=keep, targets=targets, form=form).exclusions
-    if recipe or quantize or keep:
+        planned = plan(
+            checkpoint, recipe=recipe, quantize=quantize, keep=keep, keep_fp8=keep_fp8, targets=targets, form=form
+        )
+        return planned.exclusions
+    if recipe or quantize or keep or keep_fp8:
         raise CheckpointError(
             f"{checkpoint} is already quantized: its list follows from what is stored", "Leave the recipe out."
         )
@@ -192,10 +231,19 @@ def diff_exclusions(a: Folder, b: Folder, *, targets: str = DEFAULT_TARGETS) -> 
 def validate(checkpoint: Folder, *, targets: str = DEFAULT_TARGETS) -> Report:
     """Check a quantized checkpoint of any producer from its headers, against what each target engine asks for.
 
+    Args:
+        checkpoint: folder, or `org/name[@revision]` on the Hub, of which only the headers are fetched.
+
     Raises:
         CheckpointError: the folder or its config.json cannot be read at all; everything else is a finding.
     """
-    return validate_folder(checkpoint, parse_targets(targets))
+    repo = parse_repo(os.fspath(checkpoint))
+    if not repo:
+        return validate_folder(checkpoint, parse_targets(targets))
+    holder = _Holder()
+    hub = fetch_small(repo, holder.folder)
+    report = validate_folder(hub.folder, parse_targets(targets), hub.headers)
+    return replace(report, folder=Path(str(hub.repo)))
 
 
 def verify(
@@ -233,6 +281,7 @@ def quantize(
     recipe: str | None = None,
     quantize: Sequence[str] = (),
     keep: Sequence[str] = (),
+    keep_fp8: bool = False,
     targets: str = DEFAULT_TARGETS,
     form: str = "auto",
     max_shard_size: int | None = None,
@@ -249,6 +298,8 @@ def quantize(
     world_size: int = 1,
     ray: str | None = None,
     max_disk: int | None = None,
+    push_to_hub: str | None = None,
+    drop_pushed: bool = False,
     progress: bool = False,
 ) -> QuantizeResult:
     """Write an MXFP4 checkpoint; see `plan` for the arguments it shares.
@@ -270,6 +321,9 @@ def quantize(
             every world_size-th shard, and the last to end the rest. Each may be started again.
         ray: address of a Ray cluster whose tasks write the shards ('' starts one here); see cluster.py.
         max_disk: bytes of source shards on disk at once, for a source on the Hub; by default two shards a worker.
+        push_to_hub: `org/name` of a repository (created private if there is none) that finished shards are uploaded to
+            meanwhile; config.json follows last, once the validator has found no error.
+        drop_pushed: remove each shard of the output once the Hub has it. The validator then reads the repository.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -279,7 +333,7 @@ def quantize(
     begun, out = time.monotonic(), Path(output)
     resume = resume or world_size > 1  # the ranks of one run meet in its folder
     deleted = deleted_headers(out) if resume else {}
-    result = _plan(source, recipe, quantize, keep, targets, form, max_shard_size, deleted)
+    result = _plan(source, recipe, quantize, keep, keep_fp8, targets, form, max_shard_size, deleted)
     checkpoint, planned = result.checkpoint, result.plan
     check_place(out, checkpoint.folder)
     if delete_source_shards:
@@ -292,10 +346,10 @@ def quantize(
         raise CheckpointError("--engine ray needs a source folder that all its nodes see", "Download it first.")
     if not 0 <= rank < world_size:
         raise OutputError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
+    target = _push_target(push_to_hub, drop_pushed, delete_source_shards, alone=world_size == 1 and ray is None)
     backends = make_backends(backend, device, check_backend)
     base = base_model or (result.hub.repo.id if result.hub else _guess_base_model(checkpoint.folder))
     threads = threads_for(backends, workers or default_workers())
-    work = Work(threads, allow_zeros, delete_source_shards, rank, world_size, ray, result.hub, max_disk)
     decides = fingerprint(checkpoint, planned, result.exclusions.texts, base, backends[0], result.hub)
     words = ["glmquant", "quantize", str(result.hub.repo if result.hub else source), str(output), *result.options]
     words += ["--base-model", base_model] if base_model else []
@@ -305,30 +359,67 @@ def quantize(
     words += ["--engine", "ray"] if ray is not None else []
     words += ["--address", ray] if ray else []
     words += ["--max-disk", str(max_disk)] if max_disk is not None else []
+    words += ["--push-to-hub", target.id] if target else []
+    words += ["--drop-pushed"] if drop_pushed else []
 
     def bar(total: int, doing: str) -> AbstractContextManager[Advance]:
         return _progress(total, progress, doing)
 
+    def done(report: Report | None, missing: int = 0) -> QuantizeResult:
+        return QuantizeResult(out, planned, result.exclusions, report, time.monotonic() - begun, missing)
+
     mine = [shard.file for shard in planned.shards[rank::world_size]]
-    missing: set[str] = set()
+    report = None
     with open_run(out, decides, shlex.join([*words, "--resume"]), resume, (rank, world_size)) as run:
-        if not run.finished:
-            with continuable(run, mine, alone=world_size == 1):
+        with ExitStack() as stack:
+            if not run.finished:
+                stack.enter_context(continuable(run, mine, alone=world_size == 1))
+            pusher = stack.enter_context(_pusher(target, out, planned, drop_pushed)) if target else None
+            if not run.finished:
                 if verify_source and not result.hub:  # every download is compared anyway
                     with bar(checkpoint.file_bytes, "verifying source") as advance:
                         check_source(checkpoint, threads, advance)
-                small = result.disk_needed - planned.disk_needed
-                write_shards(checkpoint, planned, run, backends, work, small, bar)
+                work = Work(
+                    threads, allow_zeros, delete_source_shards, rank, world_size, ray, result.hub, max_disk, pusher
+                )
+                write_shards(checkpoint, planned, run, backends, work, result.disk_needed - planned.disk_needed, bar)
                 with run.finishing() as needed:
+                    missing = {shard.file for shard in planned.shards} - run.records().keys() if needed else set()
+                    if missing:
+                        return done(None, len(missing))
                     if needed:
-                        missing = {shard.file for shard in planned.shards} - run.records().keys()
-                    if needed and not missing:
                         finish(checkpoint, planned, result.exclusions, result.options, run, backends[0], base)
-            if missing:
-                return QuantizeResult(out, planned, result.exclusions, None, time.monotonic() - begun, len(missing))
+            if not drop_pushed:
+                report = validate(out, targets=targets)
+            if pusher and (report is None or report.ok):
+                pusher.finish([*Manifest.read(out).files, MANIFEST, *(shard.file for shard in planned.shards)])
         run.finish()
-    report = validate_folder(out, parse_targets(targets))
-    return QuantizeResult(out, planned, result.exclusions, report, time.monotonic() - begun)
+    return done(report or validate(str(target), targets=targets))
+
+
+def _push_target(push_to_hub: str | None, drop: bool, delete_source: bool, alone: bool) -> Repo | None:
+    """Where to push to, if the other options allow it."""
+    if push_to_hub is None:
+        if drop:
+            raise OutputError("--drop-pushed without --push-to-hub would throw the output away")
+        return None
+    target = parse_repo(push_to_hub)
+    if target is None or target.revision:
+        raise OutputError(f"--push-to-hub {push_to_hub}: not the name of a repository", "Give org/name.")
+    if not alone:
+        raise OutputError("--push-to-hub is for one process", "Push the finished output: --resume --push-to-hub.")
+    if drop and delete_source:
+        raise OutputError("--drop-pushed and --delete-source-shards exclude each other", "Leave one out.")
+    return target
+
+
+def _pusher(target: Repo, output: Path, planned: Plan, drop: bool) -> Pusher:
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()  # they would write over this program's
+    # While a commit's shards are on their way, as many again may be written.
+    room = 2 * COMMIT_SHARDS * max(shard.file_size for shard in planned.shards) if drop else None
+    return Pusher(target, output, [shard.file for shard in planned.shards], drop=drop, max_pending=room)
 
 
 def _guess_base_model(folder: Path) -> str:
@@ -349,3 +440,273 @@ def _progress(total: int, wanted: bool, doing: str) -> Iterator[Advance]:
     # disable=None: quiet when stderr is not a terminal.
     with tqdm(total=total, unit="B", unit_scale=True, desc=doing, disable=None) as bar:
         yield bar.update
+
+
+def run_evals(
+    endpoint: str,
+    model: str,
+    out: Folder,
+    *,
+    evals: Sequence[str] = ("gsm8k", "gpqa_diamond"),
+    definitions: Folder | None = None,
+    runs: int | None = None,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    api: str = "chat",
+    concurrent: int = 16,
+    model_args: Mapping[str, object] | None = None,
+    python: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Scores]:
+    """Ask an OpenAI-compatible endpoint the questions of evals through lm-eval; every answer is kept in `out`.
+
+    Args:
+        endpoint: URL of the server, with or without /v1; its key, if any, is in OPENAI_API_KEY.
+        model: the model's name there.
+        evals: names from glmquant/evals/evals.yaml or `definitions`, a file of the same form.
+        runs: times each question is asked, where the temperature is above 0; max_tokens: of an answer.
+        limit: only the first so many questions.
+        api, concurrent, model_args: see evals.run.Endpoint. python: interpreter that has lm-eval.
+
+    Raises:
+        EvalsError: an unknown eval, no lm-eval, a dead endpoint, or a failed run.
+        OutputError: `out` holds something else.
+    """
+    known = eval_runs.definitions(Path(definitions) if definitions else None)
+    asked = eval_runs.choose(known, evals, runs, max_tokens)
+    where = eval_runs.Endpoint(eval_runs.endpoint_root(endpoint), model, api, concurrent, model_args)
+    return eval_runs.run(where, Path(out), asked, limit=limit, python=python, tell=tell)
+
+
+def import_evals(file: Folder, out: Folder, *, name: str = "") -> dict[str, int]:
+    """Bring tau2's or lm-eval's results into a folder; the files written and their answers. Raises EvalsError."""
+    answers = eval_results.read_answers(Path(file), name)
+    return eval_results.add_answers(Path(out), answers)
+
+
+def compare_evals(
+    a: str,
+    b: str,
+    *,
+    margin: float = MARGIN,
+    alpha: float = ALPHA,
+    power: float = POWER,
+    definitions: Folder | None = None,
+    ignore_settings: bool = False,
+) -> Comparisons:
+    """Is B as good as A? See evals.compare; `a` and `b` are what evals.results.load reads. Raises EvalsError."""
+    known = eval_runs.known_questions(Path(definitions) if definitions else None)
+    return compare(
+        eval_results.load(a),
+        eval_results.load(b),
+        margin=margin,
+        alpha=alpha,
+        power=power,
+        known=known,
+        ignore_settings=ignore_settings,
+    )
+
+
+def report(
+    checkpoint: Folder,
+    source: Folder | None = None,
+    *,
+    html: Folder | None = None,
+    jsonl: Folder | None = None,
+    sample: float | None = None,
+    targets: str = DEFAULT_TARGETS,
+    site_packages: Sequence[Folder] = (),
+    workers: int | None = None,
+    progress: bool = False,
+) -> Written:
+    """Write a page about a quantized checkpoint of any producer, and a JSONL with a line for each tensor.
+
+    Args:
+        source: the checkpoint it was made from; without it no error is measured.
+        html: the page; by default `CKPT-report.html` beside the checkpoint. Neither file may exist.
+        jsonl: by default the page's name with `.jsonl`.
+        sample: share (0 to 1) of each layer's weights of one projection to read, at least one; None: what is affordable.
+        site_packages: folders to look for sglang and AITER in, for the kernel keys, instead of this environment.
+
+    Raises:
+        CheckpointError: a folder cannot be read at all; everything else is in the page.
+        OutputError: a file exists, lies in a folder that is read, or cannot be written.
+    """
+    if sample is not None and not 0 <= sample <= 1:
+        raise CheckpointError(f"--sample {sample} is not a share between 0 and 1")
+    folder, original = Path(checkpoint), Path(source) if source else None
+    page = Path(html) if html else default_page(folder)
+    lines = Path(jsonl) if jsonl else page.with_suffix(".jsonl")
+    check_outputs((page, lines), [folder, *([original] if original else [])])
+    validation = validate_folder(folder, parse_targets(targets))
+    return write_report(
+        folder,
+        original,
+        page,
+        lines,
+        sample,
+        validation,
+        read_kernel_keys(folder, [Path(each) for each in site_packages]),
+        workers or default_workers(),
+        lambda total: _progress(total, progress, "reading"),
+    )
+
+
+def graft_mtp(
+    source: Folder,
+    checkpoint: Folder,
+    *,
+    quantized: bool = False,
+    targets: str = DEFAULT_TARGETS,
+    form: str = "auto",
+    force: bool = False,
+    allow_zeros: bool = False,
+    dry_run: bool = False,
+    workers: int | None = None,
+    progress: bool = False,
+) -> Graft:
+    """Give a checkpoint the MTP layer back that it lost, in place, then validate it; see graft.graft.
+
+    Args:
+        source: folder with config.json and at least the shards that hold the MTP layer, bf16 or block-scaled FP8.
+        quantized: store the MTP layer's experts in MXFP4 where the checkpoint's main layers have theirs so; otherwise
+            everything is stored as the source has it (FP8 as bf16).
+        force: graft although the two are not of one set of weights.
+        dry_run: only say what would be done.
+
+    Raises: as `graft`; CheckpointError also for a source on the Hub, whose message names the few files to fetch.
+    """
+    if repo := parse_repo(os.fspath(source)):
+        holder = _Holder()
+        hub = fetch_small(repo, holder.folder)
+        words = ["hf", "download", repo.id, *files_to_fetch(open_donor(hub.folder, hub.headers))]
+        raise CheckpointError(
+            f"{repo}: the MTP layer is taken from a folder, where config.json and the shards that hold it are enough",
+            shlex.join([*words, "--revision", hub.repo.revision, "--local-dir", "FOLDER"]),
+        )
+    found, folder = parse_targets(targets), Path(checkpoint)
+    done = graft(
+        open_donor(Path(source)),
+        folder,
+        found,
+        form,
+        backends=make_backends("auto", "cpu", 0.0),
+        threads=workers or default_workers(),
+        quantized=quantized,
+        force=force,
+        allow_zeros=allow_zeros,
+        dry_run=dry_run,
+        progress=lambda total: _progress(total, progress, "grafting"),
+    )
+    if dry_run or done.exclusions is None:
+        return done
+    return replace(done, report=validate_folder(folder, found))
+
+
+def launch(
+    checkpoint: Folder,
+    *,
+    profile: str = "latency",
+    engine: str = "sglang",
+    release: str | None = None,
+    wish: Wish | None = None,
+    site_packages: Sequence[Folder] = (),
+) -> Launch:
+    """Environment and command that serve a quantized checkpoint; nothing is started.
+
+    Args:
+        profile: `latency` or `throughput`; see serving/profiles.yaml.
+        engine: `sglang`, `vllm` or `atom`.
+        release: of the engine; by default the installed one, else the newest modelled.
+        wish: sizes, draft depth, address and further flags, where they differ from the profile's.
+        site_packages: folders to look for the installed engine in, instead of this environment.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or is no quantized GLM-5.2.
+        GlmquantError: the release does not load it, sizes do not divide it (names the legal ones), unknown names.
+    """
+    stack = open_stack([Path(folder) for folder in site_packages])
+    return _start(_subject(checkpoint, engine, release, stack), profile, release, wish, stack)
+
+
+def _subject(checkpoint: Folder, engine: str, release: str | None, stack: Stack) -> Subject:
+    """A checkpoint in the eyes of the release named, else installed, else newest modelled."""
+    if engine not in SERVING_ENGINES:
+        raise GlmquantError(f"unknown engine {engine!r}", f"Known: {', '.join(SERVING_ENGINES)}.")
+    return read_subject(checkpoint, nearest(engine, _release(engine, release, stack)))
+
+
+def _release(engine: str, release: str | None, stack: Stack) -> str:
+    return release or stack.release(engine_settings(engine).package) or list(ENGINES[engine].releases())[-1]
+
+
+def _start(subject: Subject, profile: str, release: str | None, wish: Wish | None, stack: Stack) -> Launch:
+    if profile not in profiles():
+        raise GlmquantError(f"unknown profile {profile!r}", f"Known: {', '.join(profiles())}.")
+    engine = subject.target.engine
+    guard = find_guard(stack) if engine == "sglang" and not release else None
+    chosen, present = _release(engine, release, stack), guard.present if guard else None
+    return make_launch(
+        subject, engine_settings(engine), profiles()[profile], hardware(), chosen, wish or Wish(), present
+    )
+
+
+def kernel_keys(
+    checkpoint: Folder,
+    *,
+    profile: str = "latency",
+    engine: str = "sglang",
+    release: str | None = None,
+    wish: Wish | None = None,
+    site_packages: Sequence[Folder] = (),
+    max_tokens: int | None = None,
+) -> KeyReport:
+    """The fused-MoE kernels that a launch will ask AITER for, and which of them its tuned tables have.
+
+    Args:
+        max_tokens: computed at once at most; by default the launch's chunk of prefill. Others as `launch`.
+
+    Raises: as `launch`; GlmquantError also where AITER's tables cannot be read, or keys of the engine are not modelled.
+    """
+    stack = open_stack([Path(folder) for folder in site_packages])
+    subject = _subject(checkpoint, engine, release, stack)
+    started = _start(subject, profile, release, wish, stack)
+    return look_up(subject, started, hardware(), open_tables(stack), max_tokens)
+
+
+def doctor(
+    checkpoint: Folder | None = None,
+    *,
+    profile: str = "latency",
+    engine: str = "sglang",
+    release: str | None = None,
+    wish: Wish | None = None,
+    site_packages: Sequence[Folder] = (),
+) -> Diagnosis:
+    """Look at the installed serving stack without importing it; with a checkpoint, at what it makes of that.
+
+    Args:
+        site_packages: folders to look for packages in, instead of this environment; others as `launch`.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or is no quantized GLM-5.2.
+    """
+    stack = open_stack([Path(folder) for folder in site_packages])
+    lines = [*examine_stack(stack)]
+    try:
+        tables = open_tables(stack)
+    except GlmquantError as err:
+        tables = None
+        lines.append(Line("aiter", FIX, err.message, err.hint))
+    else:
+        lines += examine_tables(tables)
+    if checkpoint is not None:
+        subject = _subject(checkpoint, engine, release, stack)
+        try:
+            started = _start(subject, profile, release, wish, stack)
+        except GlmquantError as err:
+            lines += examine_checkpoint(subject, err)
+        else:
+            lines += examine_checkpoint(subject, started)
+            lines += examine_keys(subject, started, hardware(), tables)
+    return Diagnosis(tuple(lines), find_guard(stack))

@@ -5,16 +5,20 @@ Pure and torch-free. `glmquant plan` prints it, `quantize` executes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from glmquant.checkpoint.formats import is_linear_weight, module_name
+from glmquant.checkpoint.formats import BLOCK_FP8, FP8_BLOCK, is_linear_weight, module_name
 from glmquant.checkpoint.header import TensorInfo, encode_header, layout_order, tensor_nbytes
 from glmquant.checkpoint.layers import Layers
 from glmquant.checkpoint.source import SINGLE, Checkpoint
-from glmquant.checkpoint.weights import Fp8Weight, offered, plain_dtype, shards_of
+from glmquant.checkpoint.weights import FP8, Fp8Weight, KeptScale, as_copies, offered, plain_dtype, shards_of
+from glmquant.engines.block_fp8 import Dropped, keepable, layer_keys, names_read, unreadable
+from glmquant.engines.model import Fp8Layers
+from glmquant.engines.targets import ENGINES, Target, span
 from glmquant.errors import CheckpointError, RecipeError
+from glmquant.mxfp4.config import quantization_config
 from glmquant.recipe import Architecture, Module, Recipe
 
 BLOCK = 32
@@ -38,7 +42,10 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """One source tensor and what becomes of it: itself (FP8 as bf16), or a packed weight and its scale."""
+    """One source tensor and what becomes of it: itself (FP8 as bf16), or a packed weight and its scale.
+
+    A weight that stays FP8, and its scale, are two tensors that are copied.
+    """
 
     source: TensorInfo
     module: Module
@@ -88,12 +95,17 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What quantizing a checkpoint with a recipe will write, to the byte."""
+    """What quantizing a checkpoint with a recipe will write, to the byte.
+
+    Attributes:
+        bf16: FP8 modules that become bf16 although FP8 is to be kept, and why.
+    """
 
     recipe: Recipe
     architecture: Architecture
     layers: Layers
     shards: tuple[ShardPlan, ...]
+    bf16: Mapping[str, Dropped] = field(default_factory=dict)
 
     @cached_property
     def jobs(self) -> tuple[TensorJob, ...]:
@@ -121,12 +133,27 @@ class Plan:
 
     @cached_property
     def formats(self) -> dict[str, str]:
-        """Linear modules -> how their weight will be stored: `mxfp4` or `plain`."""
+        """Linear modules -> how their weight will be stored: `mxfp4`, `plain`, or `fp8` (as the source has it)."""
         return {
-            job.module.name: "mxfp4" if job.quantized else "plain"
+            job.module.name: "mxfp4" if job.quantized else BLOCK_FP8 if job.outputs[0].dtype == FP8 else "plain"
             for job in self.jobs
             if is_linear_weight(job.source.name, len(job.source.shape), self.architecture.lookups)
         }
+
+    @cached_property
+    def fp8_keys(self) -> list[str]:
+        """Keys of layer_quant_config that find the modules that stay FP8."""
+        return layer_keys(self.formats, self.layers)
+
+    @cached_property
+    def fp8(self) -> Fp8Layers | None:
+        """What the output will say and hold of modules that stay FP8, if any do."""
+        if not self.fp8_keys:
+            return None
+        said = quantization_config([], "", self.fp8_keys)
+        ends = (job.source.stored_as.rpartition(".") for job in self.jobs if isinstance(job.source, KeptScale))
+        scales = {module: name for module, _, name in ends}
+        return Fp8Layers(said["layer_quant_config"], said["global_quant_config"], scales)
 
     def groups(self) -> list[GroupRow]:
         """Totals per group; everything of the MTP layer is in group `mtp`."""
@@ -151,33 +178,35 @@ def make_plan(
     recipe: Recipe,
     layers: Layers,
     max_shard_size: int | None = None,
+    keep_fp8: Sequence[Target] | None = None,
 ) -> Plan:
     """Lay out every output shard.
 
     Output shard k holds what source shard k held, in the order the reference safetensors writer uses (widest
     dtype first, then name), so that every tensor stays aligned. With `max_shard_size` shards are packed anew, layer by
-    layer, to at most so many bytes of tensors (or one tensor that is larger).
+    layer, to at most so many bytes of tensors (or one tensor that is larger). With `keep_fp8` un-quantized modules of a
+    block-scaled FP8 source stay FP8 where all of these targets read that; else they become bf16.
 
     Raises:
         CheckpointError: a weight to be quantized has in_features that are no multiple of 32, or the MTP layer
             that config.json declares is absent (or the reverse).
-        RecipeError: an override matches nothing or a tensor that cannot be quantized, or the combination is one
-            that the architecture file refuses.
+        RecipeError: an override matches nothing or a tensor that cannot be quantized, the combination is one
+            that the architecture file refuses, or no module can stay FP8 for all targets.
     """
     parts = offered(checkpoint)
     tensors = {tensor.name: tensor for shard in parts.values() for tensor in shard}
     modules = {name: architecture.module(module_name(name), layers) for name in tensors}
     _check_mtp(tensors, layers, modules)
     _check_overrides(recipe, modules)
+    packed = {name for name, module in modules.items() if name.endswith(".weight") and recipe.quantizes(module)}
+    kept, bf16 = _keep_fp8(tensors, packed, architecture, layers, keep_fp8) if keep_fp8 is not None else ({}, {})
     shards, all_fates = [], []
     for header in checkpoint.shards:
         fates = []
         for tensor in parts[header.file]:
-            module = modules[tensor.name]
-            packed = tensor.name.endswith(".weight") and recipe.quantizes(module)
-            if packed:
+            if tensor.name in packed:
                 _check_quantizable(tensor, architecture)
-            fates.append((tensor, module, packed))
+            fates += _fates(tensor, modules[tensor.name], tensor.name in packed, kept)
         all_fates += fates
         if max_shard_size is None:
             shards.append(_lay_out(header.file, header.metadata, fates))
@@ -187,23 +216,85 @@ def make_plan(
         names = [f"model-{n:05}-of-{len(packs):05}.safetensors" for n in range(1, len(packs) + 1)]
         names = names if len(packs) > 1 else [SINGLE]
         shards = [_lay_out(name, metadata, pack) for name, pack in zip(names, packs, strict=True)]
-    plan = Plan(recipe, architecture, layers, tuple(shards))
+    plan = Plan(recipe, architecture, layers, tuple(shards), bf16)
     if not any(job.quantized for job in plan.jobs):
         raise RecipeError(f"recipe {recipe.name!r} quantizes nothing in this checkpoint")
     _check_refusals(plan)
     return plan
 
 
+def _keep_fp8(
+    tensors: Mapping[str, TensorInfo],
+    packed: Collection[str],
+    architecture: Architecture,
+    layers: Layers,
+    targets: Sequence[Target],
+) -> tuple[dict[str, str], dict[str, Dropped]]:
+    """Weight that stays FP8 -> the name that its scale gets; and the modules that do not."""
+    fp8 = [t for name, t in tensors.items() if isinstance(t, Fp8Weight) and name not in packed]
+    if not fp8:
+        raise RecipeError(
+            "--keep-fp8: no un-quantized weight of this source is block-scaled FP8",
+            "Leave the option out: what is not quantized is copied.",
+        )
+    if blocks := {t.block for t in fp8} - {FP8_BLOCK}:
+        raise RecipeError(
+            f"--keep-fp8: the source's blocks are {list(blocks.pop())}; engines read {list(FP8_BLOCK)} beside MXFP4",
+            "Leave the option out: un-quantized modules become bf16.",
+        )
+    shapes = {module_name(t.name): (t.shape[0], t.shape[1]) for t in fp8}
+    linears = [
+        module_name(name) for name, t in tensors.items() if is_linear_weight(name, len(t.shape), architecture.lookups)
+    ]
+    kept, dropped = keepable(shapes, linears, layers, targets)
+    if not kept:
+        raise _cannot_keep(layers, targets)
+    return {f"{module}.weight": f"{module}.{scale}" for module, scale in kept.items()}, dropped
+
+
+def _cannot_keep(layers: Layers, targets: Sequence[Target]) -> RecipeError:
+    """Who reads what, and which targets there are that read the same."""
+    blind: dict[str, list[Target]] = {}
+    named: dict[str, list[Target]] = {}
+    for target in targets:
+        where = (target.engine, target.release, layers)
+        if names := names_read(*where):
+            named.setdefault(" or ".join(names), []).append(target)
+        else:
+            blind.setdefault(unreadable(*where), []).append(target)
+    what = [f"{span(found)} cannot read block-scaled FP8 beside MXFP4 ({why})" for why, found in blind.items()]
+    what += [f"{span(found)} reads its scales as {name}" for name, found in named.items()] if len(named) > 1 else []
+    loading = []
+    for engine in ENGINES.values():
+        if readers := [release for release in engine.releases() if names_read(engine.name, release, layers)]:
+            old = readers[0] == engine.releases()[0]
+            loading.append(f"--targets {engine.name}" if old else f"--targets '{engine.name}>={readers[0]}'")
+    hint = f"Leave it out (un-quantized modules become bf16), or choose {', or '.join(loading)}."
+    return RecipeError(f"--keep-fp8: no module can stay FP8 for all targets: {'; '.join(what)}", hint)
+
+
+def _fates(tensor: TensorInfo, module: Module, packed: bool, kept: Mapping[str, str]) -> list[Fate]:
+    if not (isinstance(tensor, Fp8Weight) and tensor.name in kept):
+        return [(tensor, module, packed)]
+    return [(part, module, False) for part in as_copies(tensor, kept[tensor.name])]
+
+
 def _pack(fates: list[Fate], limit: int) -> list[list[Fate]]:
     """Layer by layer (what is in none comes first), in the source's order; a weight and its scale stay together."""
+    together: list[list[Fate]] = []
+    for fate in sorted(fates, key=lambda fate: -1 if fate[1].layer is None else fate[1].layer):
+        if isinstance(fate[0], KeptScale):
+            together[-1].append(fate)
+        else:
+            together.append([fate])
     packs: list[list[Fate]] = []
     filled = 0
-    for fate in sorted(fates, key=lambda fate: -1 if fate[1].layer is None else fate[1].layer):
-        size = sum(tensor_nbytes(dtype, shape) for _, dtype, shape in _outputs(fate))
+    for group in together:
+        size = sum(tensor_nbytes(dtype, shape) for fate in group for _, dtype, shape in _outputs(fate))
         if not packs or filled + size > limit:
             packs.append([])
             filled = 0
-        packs[-1].append(fate)
+        packs[-1] += group
         filled += size
     return packs
 
@@ -211,7 +302,8 @@ def _pack(fates: list[Fate], limit: int) -> list[list[Fate]]:
 def _outputs(fate: Fate) -> list[tuple[str, str, tuple[int, ...]]]:
     tensor, _, packed = fate
     if not packed:
-        return [(tensor.name, plain_dtype(tensor), tensor.shape)]
+        name = tensor.stored_as if isinstance(tensor, KeptScale) else tensor.name
+        return [(name, plain_dtype(tensor), tensor.shape)]
     out_features, in_features = tensor.shape
     return [
         (tensor.name, "U8", (out_features, in_features // 2)),
@@ -234,14 +326,7 @@ def _lay_out(file: str, metadata: dict[str, str], fates: list[Fate]) -> ShardPla
         dtype, shape, begin, end = placed[name]
         return OutputTensor(name, dtype, shape, len(header) + begin, len(header) + end)
 
-    jobs = tuple(
-        TensorJob(
-            tensor,
-            module,
-            (output(tensor.name), output(tensor.name + "_scale")) if packed else (output(tensor.name),),
-        )
-        for tensor, module, packed in fates
-    )
+    jobs = tuple(TensorJob(fate[0], fate[1], tuple(output(name) for name, _, _ in _outputs(fate))) for fate in fates)
     return ShardPlan(file, header, jobs, len(header) + position)
 
 

@@ -6,7 +6,7 @@ A recipe only allows; everything it does not name stays as it is, and the exclus
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from glmquant.checkpoint.header import open_regular
-from glmquant.checkpoint.layers import Layers
+from glmquant.checkpoint.layers import LayerKeys, Layers, SetRule
+from glmquant.checkpoint.layout import TensorRule, parse_size
 from glmquant.errors import RecipeError
 from glmquant.text import short
 
@@ -117,15 +118,48 @@ class Recipe:
         return replace(self, overrides=self.overrides + tuple(overrides))
 
 
+class Names(Collection[str]):
+    """Module names, some of them templates with {layer}, as a collection that knows what is in it."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        patterns = [re.escape(n).replace(r"\{layer\}", r"\d+") for n in self._names if "{layer}" in n]
+        self._pattern = re.compile("|".join(patterns)) if patterns else None
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._names:
+            return True
+        return self._pattern is not None and isinstance(name, str) and self._pattern.fullmatch(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One model type: its module groups, MTP naming and recipes."""
+    """One model type: its module groups, MTP naming, tensors and recipes.
+
+    Attributes:
+        keys: where its config.json says which layer is what.
+        tensors: what it is made of, see checkpoint/layout.py.
+        others: names of tensors begin so that belong to the model and follow no rule of `tensors`.
+        roles: last part of a module's name -> how engines hold it: `up` or `down` (of an MLP), `row` (row-parallel),
+            `qkv` (side by side with others); every other module stands alone.
+        prefix: names of a layer's modules begin so.
+    """
 
     model_type: str
     about: str
+    keys: LayerKeys
+    tensors: tuple[TensorRule, ...]
+    others: tuple[str, ...]
+    roles: Mapping[str, str]
     groups: tuple[Group, ...]
-    lookups: frozenset[str]
-    mtp_prefix: str
+    lookups: Names
+    prefix: str
     aliases: tuple[Alias, ...]
     covers: tuple[str, ...]
     recipes: Mapping[str, Recipe]
@@ -141,14 +175,14 @@ class Architecture:
                     number = found.groupdict().get("layer")
                     layer = int(number) if number is not None else None
                     return Module(name, group.name, layer, layer is not None and layer >= layers.count)
-        found = re.match(re.escape(self.mtp_prefix).replace(r"\{layer\}", r"(\d+)"), name)
+        found = re.match(re.escape(self.prefix).replace(r"\{layer\}", r"(\d+)"), name)
         layer = int(found[1]) if found else None
         return Module(name, "other", layer, layer is not None and layer >= layers.count)
 
     def mtp_aliases(self, name: str, layers: Layers) -> list[tuple[str, Alias]]:
         """Names under which engines' draft models ask for an MTP module; empty for other modules."""
         for layer in layers.mtp:
-            prefix = self.mtp_prefix.format(layer=layer)
+            prefix = self.prefix.format(layer=layer)
             if name.startswith(prefix):
                 rest = name[len(prefix) :]
                 found: dict[str, tuple[str, Alias]] = {}
@@ -218,7 +252,7 @@ def parse_architecture(path: Path) -> Architecture:
         path,
         data,
         "",
-        {"schema", "model_type", "about", "groups", "lookups", "mtp", "covers", "default", "recipes", "refuse"},
+        _ARCHITECTURE,
     )
     groups = []
     for name, spec in _map(path, data, "groups").items():
@@ -226,7 +260,7 @@ def parse_architecture(path: Path) -> Architecture:
         patterns = tuple(_template(path, m) for m in _strings(path, spec, "modules"))
         groups.append(Group(name, patterns, _text(path, spec, "about")))
     mtp = _map(path, data, "mtp")
-    _keys(path, mtp, "mtp", {"prefix", "aliases"})
+    _keys(path, mtp, "mtp", {"kinds", "aliases"})
     aliases = []
     for spec in _items(path, mtp, "aliases"):
         _keys(path, spec, "mtp.aliases", {"engine", "modules", "to", "source"})
@@ -243,12 +277,17 @@ def parse_architecture(path: Path) -> Architecture:
     default = _text(path, data, "default")
     if default not in recipes:
         raise RecipeError(f"{path}: default {default!r} is not one of its recipes")
+    keys = _layer_keys(path, data, mtp)
     return Architecture(
         model_type=_text(path, data, "model_type"),
         about=_text(path, data, "about"),
+        keys=keys,
+        tensors=tuple(_tensors(path, data, {name for name, _ in keys.sets})),
+        others=tuple(_strings(path, data, "others")) if "others" in data else (),
+        roles=_roles(path, data),
         groups=tuple(groups),
-        lookups=frozenset(_strings(path, data, "lookups")),
-        mtp_prefix=_text(path, mtp, "prefix"),
+        lookups=Names(_strings(path, data, "lookups")),
+        prefix=keys.prefix,
         aliases=tuple(aliases),
         covers=tuple(_strings(path, data, "covers")),
         recipes=recipes,
@@ -256,6 +295,99 @@ def parse_architecture(path: Path) -> Architecture:
         refusals=_refusals(path, data, names),
         file=path.name,
     )
+
+
+_ARCHITECTURE = {"schema", "model_type", "family", "about", "config", "layers", "tensors", "others", "roles", "groups"}
+_ARCHITECTURE |= {"lookups", "mtp", "covers", "default", "recipes", "refuse"}
+_RULES = ("words", "pattern", "below", "every", "not_every", "numbers", "any", "all")
+_ROLES = ("up", "down", "row", "qkv")
+
+
+def _layer_keys(path: Path, data: Mapping[str, Any], mtp: Mapping[str, Any]) -> LayerKeys:
+    config, layers = _map(path, data, "config"), _map(path, data, "layers")
+    _keys(path, config, "config", {"inside", "layers", "mtp", "experts", "shared_experts", "kinds"})
+    _keys(path, layers, "layers", {"prefix", "experts", "shared"})
+    kinds = []
+    for name, rules in (_map(path, config, "kinds") if "kinds" in config else {}).items():
+        if name in ("top", "all", "main", "mtp", "moe"):
+            raise RecipeError(f"{path}: config.kinds: {name!r} means something already")
+        where = f"config.kinds.{name}"
+        if not isinstance(rules, list) or not rules:
+            raise RecipeError(f"{path}: {where} must be a list of rules")
+        kinds.append((name, tuple(_set_rule(path, where, rule) for rule in rules)))
+    known = {"moe", *(name for name, _ in kinds)}
+    of_mtp = _strings(path, mtp, "kinds")
+    if unknown := set(of_mtp) - known:
+        raise RecipeError(
+            f"{path}: mtp.kinds: unknown kind {sorted(unknown)[0]!r}", f"Known: {', '.join(sorted(known))}."
+        )
+
+    def key(name: str) -> str:
+        return _text(path, config, name) if config.get(name) is not None else ""
+
+    prefix = _text(path, layers, "prefix")
+    if prefix.count("{layer}") != 1 or not prefix.endswith("."):
+        raise RecipeError(f"{path}: layers.prefix must have {{layer}} once, and end with a dot")
+    return LayerKeys(
+        inside=key("inside"),
+        layers=_text(path, config, "layers"),
+        mtp=key("mtp"),
+        experts=key("experts"),
+        shared_experts=key("shared_experts"),
+        sets=tuple(kinds),
+        mtp_sets=frozenset(of_mtp),
+        family=_text(path, data, "family" if "family" in data else "model_type"),
+        prefix=prefix,
+        container=_text(path, layers, "experts") if layers.get("experts") is not None else "",
+        shared=_text(path, layers, "shared") if layers.get("shared") is not None else "",
+    )
+
+
+def _set_rule(path: Path, where: str, rule: Any) -> SetRule:
+    _keys(path, rule, where, {*_RULES, "are", "offset"})
+    kinds = [kind for kind in _RULES if kind in rule]
+    if len(kinds) != 1:
+        raise RecipeError(f"{path}: {where}: a rule is one of {', '.join(_RULES)}")
+    kind = kinds[0]
+    if kind == "any":
+        return SetRule(kind, rules=tuple(_set_rule(path, where, inner) for inner in _items(path, rule, "any")))
+    if kind == "all":
+        return SetRule(kind)
+    offset = rule.get("offset", 0)
+    if type(offset) is not int and not isinstance(offset, str):
+        raise RecipeError(f"{path}: {where}: offset must be a number or a key of config.json")
+    values = tuple(_strings(path, rule, "are")) if kind in ("words", "pattern") else ()
+    return SetRule(kind, _text(path, rule, kind), values, offset)
+
+
+def _tensors(path: Path, data: Mapping[str, Any], kinds: set[str]) -> Iterator[TensorRule]:
+    known = {"top", "all", "main", "mtp", "moe", *kinds}
+    for where, rules in _map(path, data, "tensors").items():
+        place = f"tensors.{where}"
+        if where not in known:
+            raise RecipeError(f"{path}: {place}: no such kind of layer", f"Known: {', '.join(sorted(known))}.")
+        if not isinstance(rules, dict):
+            raise RecipeError(f"{path}: {place} must be a map")
+        for name, spec in rules.items():
+            spec = spec if isinstance(spec, dict) else {"shape": spec}
+            _keys(path, spec, f"{place}.{name}", {"shape", "dtype", "optional", "when", "unless"})
+            shape = spec.get("shape")
+            if not isinstance(name, str) or not isinstance(shape, list) or not shape:
+                raise RecipeError(f"{path}: {place}.{short(name)}: shape must be a list of sizes")
+            for size in shape:
+                try:
+                    if type(size) is not int:
+                        parse_size(size if isinstance(size, str) else short(size))
+                except ValueError as err:
+                    raise RecipeError(f"{path}: {place}.{name}: {err}") from None
+            words = {key: _text(path, spec, key) for key in ("dtype", "when", "unless") if key in spec}
+            yield TensorRule(name, tuple(shape), where, optional=spec.get("optional") is True, **words)
+
+
+def _roles(path: Path, data: Mapping[str, Any]) -> dict[str, str]:
+    roles = _map(path, data, "roles")
+    _keys(path, roles, "roles", set(_ROLES))
+    return {name: role for role in roles for name in _strings(path, roles, role)}
 
 
 def parse_recipe_file(path: Path, base: Architecture) -> Architecture:

@@ -16,6 +16,7 @@ from pathlib import Path
 from glmquant.checkpoint.header import ShardHeader, parse_header
 from glmquant.checkpoint.hub import HubShards, HubSource
 from glmquant.checkpoint.manifest import FORMAT, SOURCE_FILE, Fingerprint, Run, ShardRecord, damage, digest
+from glmquant.checkpoint.push import Pusher
 from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, Checkpoint, unfinished
 from glmquant.checkpoint.writer import ShardWriter, check_space, sync_folder
 from glmquant.errors import CheckpointError, GlmquantError, OutputError
@@ -144,6 +145,7 @@ class Work:
         rank, world_size: this process writes every world_size-th shard, from the rank-th (counted from 0) on.
         ray: address of a Ray cluster that does it ('' for one on this machine), or None.
         hub, max_disk: where shards come from that are not in the source folder, and how many bytes of them at once.
+        pusher: where finished shards go.
     """
 
     threads: int
@@ -154,6 +156,7 @@ class Work:
     ray: str | None = None
     hub: HubSource | None = None
     max_disk: int | None = None
+    pusher: Pusher | None = None
 
 
 def write_shards(
@@ -179,10 +182,12 @@ def write_shards(
     names = {shard.file for shard in mine}
     run.drop_partials(names)
     records = {file: record for file, record in run.records().items() if file in names}
-    kept: dict[str, ShardRecord] = {}
-    if records:
-        with progress(sum(record.size for record in records.values()), "checking") as advance:
-            kept = intact(out, records, work.threads, advance)
+    pusher = work.pusher
+    gone = pusher.arrived if pusher and pusher.drop else set()
+    kept = {file: records[file] for file in records.keys() & gone}
+    if here := {file: record for file, record in records.items() if file not in kept}:
+        with progress(sum(record.size for record in here.values()), "checking") as advance:
+            kept |= intact(out, here, work.threads, advance)
     todo = [shard for shard in mine if shard.file not in kept]
     users = _users(plan)
 
@@ -194,10 +199,15 @@ def write_shards(
         for file, made in users.items():
             if kept.keys() >= set(made) and (source / file).exists():
                 delete(file)
-        # Each shard frees more than the next one takes; only those that are open at once must fit.
-        check_space(out, small + sum(sorted((shard.file_size for shard in todo), reverse=True)[: work.threads + 1]))
+    # Where shards make room as it goes, only those that are there at once must fit.
+    sizes = sorted((shard.file_size for shard in todo), reverse=True)
+    if work.delete_source:
+        check_space(out, small + sum(sizes[: work.threads + 1]))
+    elif pusher and pusher.drop:
+        waiting = sum(sizes[: work.threads]) + (pusher.max_pending or 0)
+        check_space(out, small + min(sum(sizes), sum(sizes[: work.threads + 1]) + waiting))
     else:
-        check_space(out, small + sum(shard.file_size for shard in todo))
+        check_space(out, small + sum(sizes))
         for shard in todo:
             ShardWriter(out, shard.file, shard.header, shard.file_size).reserve()
     total = sum(job.source.nbytes for shard in todo for job in shard.jobs)
@@ -208,14 +218,27 @@ def write_shards(
 
             write_on_ray(todo, headers, source, out, backends[0], work.ray, work.allow_zeros, run.record, advance)
             return
-        shards = SourceShards(headers, todo, lambda file: source / file, delete if work.delete_source else None)
+        stops: list[Callable[[], object]] = [pusher.stop] if pusher else []
+        path: Callable[[str], Path] = source.joinpath
+        done = delete if work.delete_source else None
         if work.hub and todo:
             folder = out / RUN_FOLDER / f"source-{work.rank}"
             uses = [shard.sources for shard in todo]
             hub = stack.enter_context(HubShards(work.hub, uses, folder, work.max_disk, workers=work.threads))
-            shards = SourceShards(headers, todo, hub.path, hub.done, hub.stop)
+            path, done = hub.path, hub.done
+            stops.append(hub.stop)
+        shards = SourceShards(headers, todo, path, done, lambda: [stop() for stop in stops])
+
+        def published(record: ShardRecord) -> None:
+            run.record(record)
+            if pusher:
+                pusher.add(record.file)
+
+        if pusher:
+            for file in sorted(kept.keys() - gone):
+                pusher.add(file)
         drop = work.delete_source or (memory is not None and total > memory // 2)
-        streamer = Streamer(backends, work.threads, advance, run.record, drop_behind=drop, allow_zeros=work.allow_zeros)
+        streamer = Streamer(backends, work.threads, advance, published, drop_behind=drop, allow_zeros=work.allow_zeros)
         streamer.run(todo, shards, out)
 
 
@@ -240,7 +263,7 @@ def continuable(run: Run, files: Sequence[str], alone: bool) -> Iterator[None]:
         yield
     except BaseException as err:
         run.drop_partials(files)
-        if alone and not any((run.output / file).exists() for file in files):
+        if alone and not run.records() and not any((run.output / file).exists() for file in files):
             run.abandon()
         elif isinstance(err, GlmquantError):
             hint = f"Finished shards are kept. Continue with: {unfinished(run.output)}"

@@ -86,7 +86,7 @@ def _mtp_forms(
     quiet = [entry for entry in aliased if entry.origin != "alias" or "shared_expert" not in entry.text]
     yield "names under every alias, but shared experts under the checkpoint's only", quiet
     yield "names under every alias", aliased
-    prefixes = [architecture.mtp_prefix.format(layer=layer) for layer in stored.layers.mtp]
+    prefixes = [architecture.prefix.format(layer=layer) for layer in stored.layers.mtp]
     bare = [Entry(prefix.rstrip("."), "checkpoint", prefix) for prefix in prefixes]
     yield "checkpoint names and the bare layer", leaves + bare
     yield "checkpoint names", leaves
@@ -156,7 +156,7 @@ def _with_aliases(entries: Sequence[Entry], stored: Stored, architecture: Archit
 
 
 def _regex_aliases(template: str, stored: Stored, architecture: Architecture) -> Iterator[Entry]:
-    rest = template.removeprefix(architecture.mtp_prefix)
+    rest = template.removeprefix(architecture.prefix)
     renamed: dict[str, Alias] = {}
     for alias in architecture.aliases:
         if alias.modules == ("*",):
@@ -164,7 +164,7 @@ def _regex_aliases(template: str, stored: Stored, architecture: Architecture) ->
             continue
         for layer in stored.layers.mtp:
             for module, kind in stored.units.items():
-                prefix = architecture.mtp_prefix.format(layer=layer)
+                prefix = architecture.prefix.format(layer=layer)
                 tail = module.removeprefix(prefix)
                 if kind == "plain" and tail != module and tail in alias.modules and tail.startswith(rest):
                     renamed[alias.to.format(rest=tail)] = alias
@@ -173,7 +173,7 @@ def _regex_aliases(template: str, stored: Stored, architecture: Architecture) ->
 
 
 def _is_mtp(module: str, stored: Stored, architecture: Architecture) -> bool:
-    return any(module.startswith(architecture.mtp_prefix.format(layer=n)) for n in stored.layers.mtp)
+    return any(module.startswith(architecture.prefix.format(layer=n)) for n in stored.layers.mtp)
 
 
 def natural_order(modules: Iterable[str]) -> list[str]:

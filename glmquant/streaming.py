@@ -264,9 +264,11 @@ class Streamer:
 
     def _convert(self, shard: _Shard, job: TensorJob) -> list[tuple[int, int, str]]:
         """Quantize a weight, or write an FP8 one as bf16, some rows at a time."""
+        from glmquant.mxfp4.kernel import dequantize_into  # numpy, not needed to plan
+
         tensor, local = job.source, self._local
         rows, columns = tensor.shape
-        weight = WeightReader(shard.readers, tensor)
+        weight = WeightReader(shard.readers, tensor, dequantize_into)
         step = min(rows, max(1, local.backend.chunk_elements // columns))
         digests = [xxhash.xxh3_128() for _ in job.outputs]
         for row in range(0, rows, step):

@@ -7,16 +7,17 @@ checks.py finds what is wrong with the files; here the engines are asked what th
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from glmquant import checks
-from glmquant.checkpoint.formats import stored_formats
+from glmquant.checkpoint.formats import BLOCK_FP8, stored_formats
+from glmquant.checkpoint.header import ShardHeader
 from glmquant.checkpoint.layers import Layers, read_layers
-from glmquant.checkpoint.layout import Shape, expected_tensors
+from glmquant.checkpoint.layout import Shape, allowed_tensors, expected_tensors
 from glmquant.checkpoint.source import CONFIG, Checkpoint, inspect
 from glmquant.checks import Mistake
+from glmquant.engines import block_fp8
 from glmquant.engines.model import (
     DISABLE_FUSION,
     Evaluation,
@@ -26,10 +27,11 @@ from glmquant.engines.model import (
     Verdict,
     build_modules,
     consequence,
+    containers_of,
     rules_for,
 )
 from glmquant.engines.patterns import BUDGET, Patterns, compile_entry
-from glmquant.engines.targets import Target, evaluate, span
+from glmquant.engines.targets import Target, engine_notes, evaluate, span, split_modelled
 from glmquant.errors import ExclusionError, GlmquantError
 from glmquant.findings import SEVERITIES, Coverage, Effect, Finding, Report
 from glmquant.recipe import Architecture, load_architecture
@@ -38,13 +40,18 @@ _ORDER = list(Verdict)
 _SHOWN = 5
 
 
-def validate_folder(folder: str | os.PathLike[str], targets: Sequence[Target]) -> Report:
+def validate_folder(
+    folder: str | os.PathLike[str], targets: Sequence[Target], headers: Mapping[str, ShardHeader] | None = None
+) -> Report:
     """Check a quantized checkpoint of any producer.
+
+    Args:
+        headers: of shards that are not in the folder, but on the Hub.
 
     Raises:
         CheckpointError: the folder or its config.json cannot be read at all.
     """
-    checkpoint, problems = inspect(folder)
+    checkpoint, problems = inspect(folder, headers)
     findings = [
         Finding(p.code, "error", p.message, tuple(filter(None, (p.tensor or p.file,))), 1, fix=p.hint) for p in problems
     ]
@@ -54,28 +61,32 @@ def validate_folder(folder: str | os.PathLike[str], targets: Sequence[Target]) -
     parallel: dict[str, list[int]] = {}
     try:
         architecture = load_architecture(checkpoint.model_type)
-        layers = read_layers(checkpoint.config)
+        layers, config = read_layers(checkpoint.config, architecture.keys), architecture.keys.of(checkpoint.config)
     except GlmquantError as err:
         findings.append(Finding("config", "error", err.message, (CONFIG,), 1, fix=err.hint))
     else:
         found = stored_formats(checkpoint.tensors, architecture.lookups)
         formats = {module: "mxfp4" if kind == "i8" else kind for module, kind in found.items()}
-        expected = expected_tensors(checkpoint.model_type, checkpoint.config, layers)
+        expected = expected_tensors(architecture.tensors, config, layers)
         wrong_config = list(checks.quantization(checkpoint.config))
         exclude, bad_entries = _exclude_list(checkpoint.config)
         if bad_entries:
             wrong_config.append(bad_entries)
-        mistakes += [*wrong_config, *checks.schedule(checkpoint.config, layers)]
-        mistakes += checks.tensors(checkpoint, formats, expected, layers)
+        mistakes += [*wrong_config, *checks.schedule(config, layers, architecture.keys)]
+        allowed = allowed_tensors(architecture.tensors, config, layers)
+        mistakes += checks.tensors(checkpoint, formats, expected, layers, allowed, architecture.others)
+        judge.know(layers, architecture)
+        findings += judge.not_modelled()
         if exclude is not None:
             try:
-                judge.ask(exclude, Stored.of(formats, layers), architecture)
+                fp8 = block_fp8.on_disk(checkpoint.config, checkpoint.tensors, formats)
+                judge.ask(exclude, Stored.of(formats, layers, fp8))
                 findings += judge.list_findings()
-                findings += _useless_entries(exclude, checkpoint, architecture, layers, targets)
+                findings += _useless_entries(exclude, checkpoint, architecture, layers, judge.targets)
             except ExclusionError as err:
                 findings.append(Finding("entry-cost", "error", err.message, (CONFIG,), 1, fix=err.hint))
-        parallel = _tensor_parallel(checkpoint, formats, expected, targets)
-        findings += _parallel_findings(parallel, targets)
+        parallel = _tensor_parallel(config, formats, expected, layers, architecture, judge.targets)
+        findings += _parallel_findings(parallel, judge.targets)
     findings += [judge.finding(mistake) for mistake in mistakes]
     findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     return Report(
@@ -124,8 +135,10 @@ class _Judge:
     """Asks every target about the list and about each mistake, and keeps count of what becomes of each module."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
-        self.targets = targets
+        self.targets: Sequence[Target] = targets
         self.verdicts: dict[str, Verdict] = {str(target): Verdict.OK for target in targets}
+        self._unknown: dict[str, list[Target]] = {}
+        self._layers: Layers | None = None
         self._evaluations: dict[Target, Evaluation] = {}
         self._modules: dict[Target, dict[str, RuntimeModule]] = {}
         self._worst: dict[Target, dict[tuple[str, str], Verdict]] = {target: {} for target in targets}
@@ -133,8 +146,29 @@ class _Judge:
         self._stored: Stored | None = None
         self._architecture: Architecture | None = None
 
-    def ask(self, exclude: Sequence[str], stored: Stored, architecture: Architecture) -> None:
-        self._stored, self._architecture = stored, architecture
+    def know(self, layers: Layers, architecture: Architecture) -> None:
+        """Told what the checkpoint is; from now on only the targets whose models know such are asked."""
+        self._layers, self._architecture = layers, architecture
+        self.targets, self._unknown = split_modelled(self.targets, layers.family)
+        self.verdicts = {str(target): self.verdicts[str(target)] for target in self.targets}
+
+    def not_modelled(self) -> Iterator[Finding]:
+        """Releases of which nothing is known, and what is known of the others whatever the list says."""
+        for reason, skipped in self._unknown.items():
+            yield Finding(
+                "not-modelled",
+                "info" if self.targets else "warning",
+                f"{reason}: nothing is said about what these releases do with this checkpoint",
+                tuple(map(str, skipped[:_SHOWN])),
+                len(skipped),
+                span(skipped),
+            )
+
+        for note, concerned in engine_notes(self.targets, self._family).items():
+            yield Finding("engine-note", "info", note, targets=span(concerned))
+
+    def ask(self, exclude: Sequence[str], stored: Stored) -> None:
+        self._stored = stored
         for target in self.targets:
             self._evaluations[target] = evaluate(target, exclude, stored)
             modules = build_modules(target.engine, stored.layers)
@@ -173,7 +207,7 @@ class _Judge:
             yield self._finding(
                 "needs-flag",
                 "target: the shared expert and the routed experts are stored in different formats",
-                ["model.layers.*.mlp.shared_experts"],
+                [f"{self._stored.layers.prefix.replace('{layer}', '*')}{self._stored.layers.shared}"],
                 {(Verdict.SLOW, text): flagged},
                 f"Launch with {DISABLE_FUSION}, or quantize both.",
                 "warning",
@@ -195,7 +229,8 @@ class _Judge:
             for key, apart, together, role, part in spots:
                 place = together if fused[role] else apart
                 try:
-                    effect = consequence(target.engine, target.release, f"{key}.{place}" if place else key)
+                    full = f"{key}.{place}" if place else key
+                    effect = consequence(target.engine, target.release, full, self._family)
                 except KeyError:
                     continue
                 effects.setdefault(effect, []).append(target)
@@ -209,13 +244,19 @@ class _Judge:
         """Key, place with the shared expert apart and fused, role, and module (or container) of a tensor."""
         module = name.rpartition(".")[0]
         apart = together = ""
+        layers, architecture = self._layers, self._architecture
+        if layers is None or architecture is None:
+            return key, apart, together, "target", module
         if key.startswith(_BY_PLACE):
-            apart, together = checks.place(module, False), checks.place(module, True)
-        layers = self._stored.layers if self._stored else None
-        found = re.match(r"model\.layers\.(\d+)\.", name)
-        role = "draft" if layers and found and int(found[1]) >= layers.count else "target"
-        head, marker, _ = name.partition(".mlp.experts.")
-        return key, apart, together, role, head + ".mlp.experts" if marker else module
+            apart, together = (checks.place(module, fused, layers, architecture.roles) for fused in (False, True))
+        number = layers.number(name)
+        role = "draft" if number is not None and number >= layers.count else "target"
+        head, marker, _ = name.partition(f".{layers.container}.") if layers.container else (name, "", "")
+        return key, apart, together, role, f"{head}.{layers.container}" if marker else module
+
+    @property
+    def _family(self) -> str:
+        return self._layers.family if self._layers else "glm_moe_dsa"
 
     # Both
 
@@ -257,27 +298,26 @@ class _Judge:
     def _coverage(self, target: Target) -> dict[str, dict[str, int]]:
         assert self._stored and self._architecture
         rows: dict[str, dict[str, int]] = {}
-        marks = dict(self._worst[target])
+        marks, containers = dict(self._worst[target]), containers_of(target.engine, self._stored.layers)
         for prefix, module in self._modules[target].items():
             verdict = marks.pop((module.role, prefix), Verdict.OK)
             if module.group == "routed":  # lost fusion is said of all containers at once
-                verdict = max(
-                    verdict, marks.get((module.role, _ALL_EXPERTS[module.role]), Verdict.OK), key=_ORDER.index
-                )
+                lost = marks.get((module.role, containers[module.role]), Verdict.OK)
+                verdict = max(verdict, lost, key=_ORDER.index)
             rows.setdefault(f"{module.role} {module.group}", _zeros())[verdict.value] += 1
         for (role, prefix), verdict in marks.items():
-            if prefix not in _ALL_EXPERTS.values() and verdict is not Verdict.OK:
+            if prefix not in containers.values() and verdict is not Verdict.OK:
                 group = self._architecture.module(prefix, self._stored.layers).group
                 rows.setdefault(f"{role} {group}", _zeros())[verdict.value] += 1
         return rows
 
 
-_ALL_EXPERTS = {"target": "model.layers.*.mlp.experts", "draft": "model.decoder.mlp.experts"}
 # Mistakes whose consequence depends on where in the model the tensor goes.
 _BY_PLACE = ("tensor-", "scale-", "shape.", "weight-dtype")
 _OFTEN_HARMLESS = ("tensor-unexpected", "scale-orphan", "indexer-schedule")
 
 LIST_CODES = {
+    "not-served": "layers that the engine builds as another kind, whatever the list says",
     "fusion-lost": "shared-expert fusion is switched off",
     "half-a-fused-pair": "only some modules of a fused one are in the list",
     "fusion-mismatch": "the shared expert is fused with experts of another format",
@@ -285,6 +325,7 @@ LIST_CODES = {
     "container-not-covered": "un-quantized experts whose container the list does not name as the engine asks",
     "excluded-but-packed": "packed modules that the list excludes",
     "mixed-formats": "one module of the engine, stored in different formats",
+    "fp8-unread": "modules that are block-scaled FP8, or that layer_quant_config calls so, and are not read as such",
     "never-quantized": "packed modules that the engine always builds un-quantized",
 }
 
@@ -303,6 +344,8 @@ def _classify(fault: ModuleVerdict, stored: Stored) -> tuple[str, str]:
         kind for part in fault.parts for kind in stored.containers.get(part, ())
     }
     kinds.discard(None)
+    if not fault.parts:
+        return "not-served", "Serve it with another engine."
     if fault.verdict is Verdict.SLOW:
         return "fusion-lost", "Spell this entry so that it does not contain the text shared_expert."
     if "different quantization schemes" in fault.message:
@@ -311,10 +354,12 @@ def _classify(fault: ModuleVerdict, stored: Stored) -> tuple[str, str]:
         return "fusion-mismatch", f"Store both in one format, or launch with {DISABLE_FUSION}."
     if "always built" in fault.message:
         return "never-quantized", "Store these modules in bf16."
+    if BLOCK_FP8 in kinds or "says FP8" in fault.message or "different quantization configuration" in fault.message:
+        return "fp8-unread", "--keep-fp8 writes what its --targets read; or store these modules in bf16."
     if len(kinds) > 1:
         return "mixed-formats", "Store the whole module in one format."
     if kinds == {"plain"}:
-        if fault.prefix.endswith(".mlp.experts"):
+        if any(part in stored.containers for part in fault.parts):
             return "container-not-covered", "Add the container's own name to the list; glmquant exclusions fix does."
         return "not-covered", "Add these names to the list; glmquant exclusions fix does."
     return "excluded-but-packed", "Remove the entries that match these modules from the list."
@@ -332,7 +377,7 @@ def _useless_entries(
     Entries for modules that never ask (router, norms, lm_head) match nothing too, but are true.
     """
     known = {name.rpartition(".")[0] for name in checkpoint.tensors}
-    known |= {f"model.layers.{layer}" for layer in layers.mtp}
+    known |= {layers.at(layer).rstrip(".") for layer in layers.mtp}
     known |= {alias for name in known for alias, _ in architecture.mtp_aliases(name, layers)}
     for engine in dict.fromkeys(target.engine for target in targets):
         for module in build_modules(engine, layers):
@@ -381,14 +426,19 @@ def _useless_entries(
 
 
 def _tensor_parallel(
-    checkpoint: Checkpoint, formats: Mapping[str, str], expected: Mapping[str, Shape], targets: Sequence[Target]
+    config: Mapping[str, object],
+    formats: Mapping[str, str],
+    expected: Mapping[str, Shape],
+    layers: Layers,
+    architecture: Architecture,
+    targets: Sequence[Target],
 ) -> dict[str, list[int]]:
-    legal = checks.tensor_parallel(checkpoint.config, formats, expected)
-    width = checkpoint.config.get("moe_intermediate_size")
-    packed = any(kind == "mxfp4" and ".mlp.experts." in module for module, kind in formats.items())
+    legal = checks.tensor_parallel(config, formats, expected, layers, architecture.roles)
+    width = config.get("moe_intermediate_size")
+    packed = any(kind == "mxfp4" and f".{layers.container}." in module for module, kind in formats.items())
     found = {}
     for target in targets if expected else ():
-        aligned = rules_for(target.engine, target.release).get("moe_rank_multiple", 1)
+        aligned = rules_for(target.engine, target.release, layers.family).get("moe_rank_multiple", 1)
         found[str(target)] = [
             # a single rank reads from the beginning, padded or not
             size

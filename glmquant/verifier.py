@@ -18,7 +18,7 @@ from pathlib import Path
 from glmquant.checkpoint.header import ShardHeader, TensorInfo
 from glmquant.checkpoint.manifest import MANIFEST, Manifest, damage, file_digest
 from glmquant.checkpoint.source import Checkpoint, Problem, ShardReader, inspect, open_source
-from glmquant.checkpoint.weights import Fp8Weight, WeightReader, offered, shards_of
+from glmquant.checkpoint.weights import SCALE_INV, Fp8Weight, WeightReader, offered, shards_of
 from glmquant.errors import CheckpointError
 from glmquant.mxfp4.backend import Backend
 from glmquant.mxfp4.error import WORST_BLOCK, WeightError, weight_error
@@ -133,6 +133,7 @@ def _names(header: ShardHeader | None) -> Callable[[int], str]:
 
 def _unexplained(offers: Mapping[str, TensorInfo], output: Checkpoint) -> Iterable[Problem]:
     scales = {name + "_scale" for name in offers}
+    scales |= {t.name + SCALE_INV for t in offers.values() if isinstance(t, Fp8Weight)}
     for name, tensor in output.tensors.items():
         if name not in offers and name not in scales:
             yield Problem("extra-tensor", f"{tensor.shard}: tensor {name!r} is not in the source", tensor.shard, name)
@@ -155,7 +156,10 @@ class _Comparison:
             with ExitStack() as stack, self._open(self._output, stored.shard) as ours:
                 readers = {f: stack.enter_context(self._open(self._source, f)) for f in set(shards_of(tensor))}
                 if (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape):
-                    return self._copied(tensor, stored, readers[tensor.shard], ours)
+                    problem = self._copied(tensor, stored, readers[tensor.shard], ours)
+                    if problem or not isinstance(tensor, Fp8Weight):
+                        return problem
+                    return self._scale(tensor.scale, [name + SCALE_INV, name + "_scale"], readers[tensor.scale.shard])
                 if isinstance(tensor, Fp8Weight) and (stored.dtype, stored.shape) == ("BF16", tensor.shape):
                     return self._quantized(tensor, stored, None, readers, ours, ours)
                 rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
@@ -167,6 +171,15 @@ class _Comparison:
             return Problem("unreadable", err.message, tensor=name, hint=err.hint)
         text = f"{stored.shard}: tensor {name!r} became {stored.dtype} {list(stored.shape)}"
         return Problem("unknown-format", text, stored.shard, name)
+
+    def _scale(self, scale: TensorInfo, names: list[str], original: ShardReader) -> Problem | None:
+        """The scale of a weight that stayed FP8, under one of these names."""
+        found = [self._output.tensors[name] for name in names if name in self._output.tensors]
+        if [(t.dtype, t.shape) for t in found] != [(scale.dtype, scale.shape)]:
+            text = f"tensor {scale.name!r} of the source is not in the output as it was"
+            return Problem("missing-tensor", text, tensor=scale.name)
+        with self._open(self._output, found[0].shard) as ours:
+            return self._copied(scale, found[0], original, ours)
 
     def _open(self, checkpoint: Checkpoint, file: str) -> ShardReader:
         return ShardReader(checkpoint.folder / file, self._headers[id(checkpoint)][file])
@@ -196,7 +209,7 @@ class _Comparison:
     ) -> Problem | WeightError | None:
         """Without `scale`: an FP8 weight that was stored as bf16."""
         rows, columns = tensor.shape
-        weight = WeightReader(readers, tensor)
+        weight = WeightReader(readers, tensor)  # numpy's FP8, not the kernel that wrote
         step = max(1, self._backend.chunk_elements // columns)
         outputs = [(stored, ours)] + ([(scale, scales)] if scale else [])
         parts = []

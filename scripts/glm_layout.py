@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "tests/data/glm-5.2/config.json"
 INDEX = ROOT / "tests/data/glm-5.2/model.safetensors.index.json.gz"
 SHARD_LIMIT = 5 * 1024**3  # bytes of tensors in a published shard
-ITEMSIZE = {"BF16": 2, "F32": 4}
+ITEMSIZE = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 
 Config = Mapping[str, Any]
 

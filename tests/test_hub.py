@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -673,6 +675,8 @@ def test_ctrl_c_while_waiting(server: HubServer, folder: Path, tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background of a script has it ignored, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout
     assert process.stdout.readline() == "begun\n"
@@ -933,3 +937,136 @@ def test_what_makes_no_sense_with_a_repository_is_refused(server: HubServer, tin
     with pytest.raises(CheckpointError, match=r"--max-disk 10 is less than the [\d,]+ bytes"):
         glmquant.quantize(REPO, tmp_path / "out", max_disk=10)
     assert not (tmp_path / "out").exists()
+
+
+# from the Hub to the Hub
+
+
+@pytest.fixture
+def mine(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The hub, logged in."""
+    monkeypatch.setenv("HF_TOKEN", server.token)
+    return server
+
+
+SAYS_WHERE = {"README.md", "glmquant.json", "glmquant.manifest.json"}
+
+
+def comparable(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Without those that name the source."""
+    return {name: content for name, content in files.items() if name not in SAYS_WHERE}
+
+
+class Watch:
+    """The most bytes that were in a folder at one time, by suffix of the files' names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.most, self._stop = folder, 0, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            found = 0
+            for path in self._folder.rglob("*.safetensors*"):
+                with contextlib.suppress(OSError):
+                    found += path.stat().st_blocks * 512 if path.suffix != ".json" else 0
+            self.most = max(self.most, found)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def test_a_disk_smaller_than_source_and_output(
+    mine: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "COMMIT_SHARDS", 1)
+    monkeypatch.setattr("glmquant.pipeline.COMMIT_SHARDS", 1)
+    mine.add(REPO, tiny)
+    planned = glmquant.plan(REPO)
+    biggest = max(shard.file_size for shard in planned.checkpoint.shards)
+    with Watch(tmp_path) as watch:
+        done = glmquant.quantize(
+            REPO, tmp_path / "out", workers=1, max_disk=biggest, push_to_hub="me/made", drop_pushed=True
+        )
+    assert done.report and done.report.ok and str(done.report.folder).startswith("me/made@")
+    made = mine.repos["me/made"]
+    assert made.private and list(made.commits[-1][1]) and "config.json" not in made.commits[-2][1]
+    assert comparable(made.files) == comparable(contents(support.output(tiny, "moe").output))
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    made_biggest = max(shard.file_size for shard in planned.plan.shards)
+    whole = sum(shard.file_size for shard in (*planned.checkpoint.shards, *planned.plan.shards))
+    assert 0 < watch.most <= biggest + 5 * (made_biggest + 4096) < whole
+    sent = len(made.commits)
+    again = glmquant.quantize(REPO, tmp_path / "out", resume=True, push_to_hub="me/made", drop_pushed=True)
+    assert again.ok and len(made.commits) == sent
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_stopped_push_is_continued(
+    mine: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: bool
+) -> None:
+    monkeypatch.setattr(push, "COMMIT_SHARDS", 2)
+    monkeypatch.setattr("glmquant.pipeline.COMMIT_SHARDS", 1)
+    mine.fault("POST /api/models/me/made/commit/main", times=1)
+    mine.fault("POST /api/models/me/made/commit/main", times=99, status=403)
+    options = ["--push-to-hub", "me/made", *(["--drop-pushed"] if drop else [])]
+    out = tmp_path / "out"
+    assert main(["quantize", str(tiny), str(out), "--quiet", "--workers", "1", *options]) == 1
+    assert not (out / "config.json").exists() or "config.json" not in mine.repos["me/made"].files
+    mine.faults.clear()
+    assert main(["quantize", str(tiny), str(out), "--quiet", "--resume", *options]) == 0
+    expected = contents(support.output(tiny, "moe").output)
+    assert comparable(mine.repos["me/made"].files) == comparable(expected)
+    assert bool(list(out.glob("*.safetensors"))) is not drop and not (out / ".glmquant").exists()
+
+
+def test_a_finished_output_is_pushed_by_resume(mine: HubServer, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    glmquant.quantize(tiny, out)
+    before = contents(out)
+    glmquant.quantize(tiny, out, resume=True, push_to_hub="me/made")
+    assert mine.repos["me/made"].files == before == contents(out)
+    assert main(["validate", "me/made"]) == 0
+    (out / "chat_template.jinja").write_text("changed")
+    glmquant.quantize(tiny, out, resume=True, push_to_hub="me/made", drop_pushed=True)
+    assert mine.repos["me/made"].files == {**before, "chat_template.jinja": b"changed"}
+    assert not list(out.glob("*.safetensors"))
+
+
+def test_config_is_not_pushed_with_an_error_of_the_validator(
+    mine: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glmquant import pipeline
+    from glmquant.findings import Finding, Report
+
+    validate = pipeline.validate_folder
+    wrong = Finding("made-up", "error", "made up", (), 0)
+
+    def failing(*args: Any) -> Report:
+        return dataclasses.replace(validate(*args), findings=(wrong,))
+
+    monkeypatch.setattr(pipeline, "validate_folder", failing)
+    done = glmquant.quantize(tiny, tmp_path / "out", push_to_hub="me/made")
+    assert not done.ok and "config.json" not in mine.repos["me/made"].files
+
+
+def test_pushes_that_make_no_sense_are_refused(mine: HubServer, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for options, message in (
+        ({"drop_pushed": True}, "--drop-pushed without --push-to-hub"),
+        ({"push_to_hub": "name"}, "not the name of a repository"),
+        ({"push_to_hub": "me/made@v1"}, "not the name of a repository"),
+        ({"push_to_hub": "me/made", "rank": 0, "world_size": 2}, "--push-to-hub is for one process"),
+        ({"push_to_hub": "me/made", "drop_pushed": True, "delete_source_shards": True}, "exclude each other"),
+    ):
+        with pytest.raises(OutputError, match=message):
+            glmquant.quantize(tiny, out, **options)
+    mine.add("me/other", tiny)
+    with pytest.raises(OutputError, match="me/other already holds"):
+        glmquant.quantize(tiny, out, push_to_hub="me/other")
+    assert not out.exists()

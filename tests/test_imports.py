@@ -26,6 +26,7 @@ LEVELS = {
     "glmquant.recipe": 1,
     "glmquant.checkpoint.writer": ROOM,
     "glmquant.checkpoint.manifest": ROOM,
+    "glmquant.checkpoint.push": ROOM,
     "glmquant.pipeline": 3,
     "glmquant.cli": 4,
     "glmquant.__main__": 5,

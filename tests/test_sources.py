@@ -19,6 +19,7 @@ import glmquant
 from glmquant.checkpoint.fp8 import E4M3, dequantize_into
 from glmquant.cli import main
 from glmquant.errors import BackendError, CheckpointError
+from glmquant.mxfp4 import kernel
 from glmquant.recipe import load_architecture
 
 Tensors = dict[str, torch.Tensor]
@@ -202,13 +203,99 @@ def test_any_fp8_weight_is_what_torch_makes_of_it(seed: int, rows: int, blocks: 
     scale = np.ldexp(rng.random(shape, np.float32), rng.integers(-90, 90, shape)).astype(np.float32)
     grown = torch.from_numpy(scale).repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
     expected = (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * grown).bfloat16().view(torch.int16)
-    out = bytearray(2 * rows * columns)
     half = rows // 2
-    for first, last in ((0, half), (half, rows)):
-        if first < last:
-            part = memoryview(out)[2 * first * columns : 2 * last * columns]
-            assert dequantize_into(codes[first:last].data.cast("B"), columns, scale, first, (high, wide), part) == -1
-    assert np.array_equal(np.frombuffer(out, np.int16).reshape(rows, columns), expected.numpy())
+    for implementation in kernel.available():
+        out = bytearray(2 * rows * columns)
+        for first, last in ((0, half), (half, rows)):
+            if first < last:
+                part = memoryview(out)[2 * first * columns : 2 * last * columns]
+                found = decode(implementation, codes[first:last], scale, first, (high, wide), part)
+                assert found == -1
+        assert np.array_equal(np.frombuffer(out, np.int16).reshape(rows, columns), expected.numpy()), implementation
+
+
+def decode(
+    implementation: str, codes: np.ndarray, scale: np.ndarray, first: int, block: tuple[int, int], out: memoryview
+) -> int:
+    content = memoryview(codes.tobytes())
+    if implementation == "numpy":
+        return dequantize_into(content, codes.shape[1], scale, first, block, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(kernel.VARIABLE, implementation)
+        return kernel.dequantize_into(content, codes.shape[1], scale, first, block, out)
+
+
+# Scales whose products with some code are tiny, subnormal, a tie of bf16, just finite, Inf or NaN; zeros; and others.
+def _scales() -> np.ndarray:
+    exponents = np.ldexp(np.float32(1), np.arange(-149, 128)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    some = rng.integers(0, 2**32, 3000, np.uint32).view(np.float32)
+    last = np.array([0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x3F808000, 0x3F818000, 1, 0x7FFFFF, 0x800000], np.uint32)
+    odd = np.array([0, -0.0, np.inf, -np.inf, np.nan], np.float32)
+    return np.concatenate([exponents, -exponents, exponents * np.float32(1.5), some, last.view(np.float32), odd])
+
+
+@pytest.mark.parametrize("implementation", [name for name in kernel.available() if name != "numpy"])
+def test_every_code_times_many_scales_has_numpys_bits_and_first_bad_place(implementation: str) -> None:
+    """256 codes x 3,844 scales; a row a scale, so that each row's first NaN or Inf is asked for too."""
+    scale = _scales().reshape(-1, 1)
+    codes = np.arange(256, dtype=np.uint8)
+    for order in (codes, codes[::-1], np.roll(codes, 100)):
+        finite = np.isfinite(E4M3[order])
+        whole = np.ascontiguousarray(np.broadcast_to(order, (len(scale), 256)))
+        ours, theirs = (memoryview(bytearray(2 * whole.size)) for _ in range(2))
+        bad = decode(implementation, whole, scale, 0, (1, 256), ours)
+        assert bad == decode("numpy", whole, scale, 0, (1, 256), theirs) >= 0
+        a, b = (np.frombuffer(part, np.uint16).reshape(whole.shape) for part in (ours, theirs))
+        with np.errstate(all="ignore"):
+            number = finite & np.isfinite(E4M3[order] * scale)
+        assert number.any() and np.array_equal(a[number], b[number])
+        for row in range(len(scale)):
+            line = memoryview(bytearray(512))
+            args = (whole[:1], scale[row : row + 1], 0, (1, 256), line)
+            assert decode(implementation, *args) == decode("numpy", *args)
+
+
+@pytest.mark.parametrize("implementation", kernel.available())
+def test_the_first_bad_value_is_found_across_rows_and_blocks(implementation: str) -> None:
+    codes = np.ones((7, 50), np.uint8)
+    scale = np.ones((3, 4), np.float32)
+    out = memoryview(bytearray(2 * codes.size))
+    assert decode(implementation, codes, scale, 1, (3, 16), out) == -1
+    for place in ((6, 49), (4, 16), (4, 3), (0, 49), (0, 0)):
+        codes[place] = 0xFF
+        assert decode(implementation, codes, scale, 1, (3, 16), out) == place[0] * 50 + place[1]
+    codes[:] = 0x7E
+    scale[1, 2] = 3e38  # rows 2-4 of these, columns 32-47
+    assert decode(implementation, codes, scale, 1, (3, 16), out) == 2 * 50 + 32
+
+
+@pytest.mark.skipif(len(kernel.available()) == 1, reason="installed without a C compiler: there is no compiled kernel")
+def test_the_compiled_kernel_refuses_buffers_that_do_not_belong_together() -> None:
+    module, name = kernel._compiled(), kernel.available()[0]
+    assert module
+    codes, scale, out = bytes(6 * 8), np.ones((3, 2), "<f4"), bytearray(2 * 6 * 8)
+    assert module.dequantize(name, codes, 8, scale, 0, 2, 4, out) == -1
+    huge = 2**62
+    for wrong in (
+        ("none", codes, 8, scale, 0, 2, 4, out),
+        (name, codes, 7, scale, 0, 2, 4, out),
+        (name, codes, 0, scale, 0, 2, 4, out),
+        (name, codes, -8, scale, 0, 2, 4, out),
+        (name, codes, 8, scale, 1, 2, 4, out),  # rows 1-6 need four rows of scales
+        (name, codes, 8, scale, -1, 2, 4, out),
+        (name, codes, 8, scale, huge, 2, 4, out),
+        (name, codes, 8, scale, 0, 0, 4, out),
+        (name, codes, 8, scale, 0, 2, 0, out),
+        (name, codes, 8, scale, 0, 2, 3, out),  # three scales across: 3 x 3 are not there
+        (name, codes, 8, scale, 0, 2, huge, out[:-2]),
+        (name, codes, 8, scale, 0, 2, 4, out + bytearray(1)),
+        (name, b"", 8, scale, 0, 2, 4, bytearray()),
+    ):
+        with pytest.raises(ValueError, match="do not belong together"):
+            module.dequantize(*wrong)
+    with pytest.raises(ValueError, match="need another number"):
+        kernel.dequantize_into(memoryview(codes), 8, scale, 0, (2, 3), memoryview(out))
 
 
 # fused experts

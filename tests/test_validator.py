@@ -66,7 +66,7 @@ def make(folder: Path, recipe: str = "moe", *changes: Change, targets: str = TAR
     layers = read_layers(config)
     tensors: Tensors = {}
     formats = {}
-    for name, shape in expected_tensors("glm_moe_dsa", config, layers).items():
+    for name, shape in expected_tensors(ARCHITECTURE.tensors, config, layers).items():
         module = name.rpartition(".")[0]
         packed = re.match(PACKED[recipe], name) is not None
         if len(shape) == 2 and "embed_tokens" not in name:
@@ -423,7 +423,9 @@ def test_every_code_has_a_test() -> None:
     for module in (checks, validator):
         text = Path(str(module.__file__)).read_text()
         known |= set(re.findall(r'(?:Mistake|Finding|wrong|self\._finding)\(\s*"([a-z0-9-]+)"', text))
-    assert len(known) > 30 and known - tested - {"config"} == set()
+    assert (
+        len(known) > 30 and known - tested - {"config", "not-modelled", "engine-note", "not-served"} == set()
+    )  # the latter: test_siblings.py
 
 
 # The field: what people ran into (sections A to C of our collection of public threads)

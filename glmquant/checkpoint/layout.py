@@ -1,89 +1,159 @@
 """The tensors that a model's config.json promises: names and un-quantized shapes, layer by layer.
 
-Written from the config, not taken from a checkpoint, so that what is missing can be told from what is there.
+Computed from the config and the rules of the architecture's YAML file, not taken from a checkpoint, so that what is
+missing can be told from what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
 
 from glmquant.checkpoint.layers import Layers
 
 Shape = tuple[int, ...]
 
 
-def expected_tensors(model_type: str, config: Mapping[str, Any], layers: Layers) -> dict[str, Shape]:
-    """Tensor name -> shape before packing; empty when the model type or one of its size keys is not known.
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """Tensors of one name and shape.
 
-    The MTP layer takes embedding and head from the main model, so it is not expected to have its own.
+    Attributes:
+        name: with `{a,b}` for one of several names and `{expert}` for the numbers of the routed experts; behind the
+            layer's prefix, or whole for `where` `top`.
+        shape: sizes; each a number, a key of config.json, or a sum, difference or product of these.
+        where: `top`, or the layers that have it: `all`, `main`, `mtp`, `moe` or another kind (checkpoint/layers.py).
+        dtype: as published, in the words of safetensors.
+        optional: whether a checkpoint may leave it out.
+        when, unless: config keys that must be true, or false, for it to be there; '' for no condition.
     """
-    if model_type != "glm_moe_dsa":
-        return {}
+
+    name: str
+    shape: tuple[str | int, ...]
+    where: str
+    dtype: str = "BF16"
+    optional: bool = False
+    when: str = ""
+    unless: str = ""
+
+
+class Promise(NamedTuple):
+    """An un-quantized tensor."""
+
+    shape: Shape
+    dtype: str
+    optional: bool
+
+
+def promised_tensors(
+    rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers
+) -> Iterator[tuple[str, Promise]]:
+    """Every tensor by name, optional ones too.
+
+    Args:
+        config: the part of config.json with the language model's keys (LayerKeys.of).
+
+    Raises:
+        KeyError: a size is no natural number in the config; names the key.
+    """
+    for rule in rules:
+        if (rule.when and not config.get(rule.when)) or (rule.unless and config.get(rule.unless)):
+            continue
+        numbers = _layers(rule.where, layers)
+        if not numbers and rule.where != "top":
+            continue
+        promise = Promise(tuple(_size(size, config) for size in rule.shape), rule.dtype, rule.optional)
+        tails = [tail for name in alternatives(rule.name) for tail in _experts(name, layers.routed_experts)]
+        prefixes = [layers.at(number) for number in numbers] if rule.where != "top" else [""]
+        for prefix in prefixes:
+            for tail in tails:
+                yield prefix + tail, promise
+
+
+def expected_tensors(rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers) -> dict[str, Shape]:
+    """Tensor name -> shape before packing, of all that must be there; empty when a size is not in the config."""
     try:
-        return dict(_glm_moe_dsa(_Sizes(config), layers))
+        return {name: found.shape for name, found in promised_tensors(rules, config, layers) if not found.optional}
     except KeyError:
         return {}
 
 
-class _Sizes:
-    """config.json's sizes as attributes; KeyError where one is no natural number."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-
-    def __getattr__(self, key: str) -> int:
-        value = self._config.get(key)
-        if type(value) is not int or value < 1:
-            raise KeyError(key)
-        return value
+def allowed_tensors(rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers) -> frozenset[str]:
+    """Names of tensors that may be there or not."""
+    optional = [rule for rule in rules if rule.optional]
+    try:
+        return frozenset(name for name, _ in promised_tensors(optional, config, layers))
+    except KeyError:
+        return frozenset()
 
 
-def _glm_moe_dsa(c: _Sizes, layers: Layers) -> Iterator[tuple[str, Shape]]:
-    """zai-org/GLM-5.2 as published (revision b4734de4)."""
-    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
-    yield "model.norm.weight", (c.hidden_size,)
-    yield "lm_head.weight", (c.vocab_size, c.hidden_size)
-    for layer in (*range(layers.count), *layers.mtp):
-        prefix = f"model.layers.{layer}."
-        is_mtp = layer in layers.mtp
-        yield f"{prefix}input_layernorm.weight", (c.hidden_size,)
-        yield f"{prefix}post_attention_layernorm.weight", (c.hidden_size,)
-        yield from _attention(c, f"{prefix}self_attn.", is_mtp or layer in layers.indexer)
-        if layer in layers.dense:
-            yield from _mlp(f"{prefix}mlp.", c.hidden_size, c.intermediate_size)
-        else:
-            yield f"{prefix}mlp.gate.weight", (layers.routed_experts, c.hidden_size)
-            yield f"{prefix}mlp.gate.e_score_correction_bias", (layers.routed_experts,)
-            for expert in range(layers.routed_experts):
-                yield from _mlp(f"{prefix}mlp.experts.{expert}.", c.hidden_size, c.moe_intermediate_size)
-            if layers.shared_experts:
-                inner = c.moe_intermediate_size * layers.shared_experts
-                yield from _mlp(f"{prefix}mlp.shared_experts.", c.hidden_size, inner)
-        if is_mtp:
-            yield f"{prefix}eh_proj.weight", (c.hidden_size, 2 * c.hidden_size)
-            for norm in ("enorm", "hnorm", "shared_head.norm"):
-                yield f"{prefix}{norm}.weight", (c.hidden_size,)
+def _layers(where: str, layers: Layers) -> Sequence[int]:
+    if where == "top":
+        return ()
+    if where == "main":
+        return range(layers.count)
+    return [*layers.main(where), *(layers.mtp if layers.also_mtp(where) else ())]
 
 
-def _attention(c: _Sizes, prefix: str, has_indexer: bool) -> Iterator[tuple[str, Shape]]:
-    heads, queries, latent = c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank
-    yield f"{prefix}q_a_proj.weight", (queries, c.hidden_size)
-    yield f"{prefix}q_a_layernorm.weight", (queries,)
-    yield f"{prefix}q_b_proj.weight", (heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), queries)
-    yield f"{prefix}kv_a_proj_with_mqa.weight", (latent + c.qk_rope_head_dim, c.hidden_size)
-    yield f"{prefix}kv_a_layernorm.weight", (latent,)
-    yield f"{prefix}kv_b_proj.weight", (heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
-    yield f"{prefix}o_proj.weight", (c.hidden_size, heads * c.v_head_dim)
-    if has_indexer:
-        yield f"{prefix}indexer.wq_b.weight", (c.index_n_heads * c.index_head_dim, queries)
-        yield f"{prefix}indexer.wk.weight", (c.index_head_dim, c.hidden_size)
-        yield f"{prefix}indexer.weights_proj.weight", (c.index_n_heads, c.hidden_size)
-        yield f"{prefix}indexer.k_norm.weight", (c.index_head_dim,)
-        yield f"{prefix}indexer.k_norm.bias", (c.index_head_dim,)
+def _experts(name: str, count: int) -> list[str]:
+    return [name.replace("{expert}", str(expert)) for expert in range(count)] if "{expert}" in name else [name]
 
 
-def _mlp(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}gate_proj.weight", (inner, hidden)
-    yield f"{prefix}up_proj.weight", (inner, hidden)
-    yield f"{prefix}down_proj.weight", (hidden, inner)
+def alternatives(template: str) -> list[str]:
+    """`a.{b,c}` as `a.b` and `a.c`; `{layer}` and `{expert}` stay."""
+    parts = re.split(r"(\{[^{}]*,[^{}]*\})", template)
+    choices = [part[1:-1].split(",") if part.startswith("{") and "," in part else [part] for part in parts]
+    return ["".join(words) for words in product(*choices)]
+
+
+def _size(size: str | int, config: Mapping[str, Any]) -> int:
+    return size if isinstance(size, int) else _evaluate(parse_size(size), config)
+
+
+@lru_cache
+def parse_size(text: str) -> ast.expr:
+    """A size expression.
+
+    Raises:
+        ValueError: it is something else than names, numbers, +, -, *, // and parentheses.
+    """
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
+        raise ValueError(f"{text!r} is no size") from err
+    for node in ast.walk(tree):
+        number = isinstance(node, ast.Constant) and type(node.value) is int
+        if not number and not isinstance(node, _ALLOWED):
+            raise ValueError(f"{text!r} is no size: only names, numbers, +, -, *, // and parentheses")
+    return tree
+
+
+_ALLOWED = (ast.BinOp, ast.Name, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
+
+
+def _evaluate(node: ast.expr, config: Mapping[str, Any]) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=key):
+            found = config.get(key)
+            if type(found) is not int or found < 0:
+                raise KeyError(key)
+            return found
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _evaluate(left, config), _evaluate(right, config)
+            if isinstance(op, ast.Add):
+                return a + b
+            if isinstance(op, ast.Sub):
+                return a - b
+            if isinstance(op, ast.Mult):
+                return a * b
+            if b == 0:
+                raise KeyError(ast.unparse(right))
+            return a // b
+    raise KeyError(ast.unparse(node))

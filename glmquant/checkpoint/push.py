@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from glmquant.checkpoint.hub import PATIENT, SOON, HubFile, Repo, Stopped, api, explained, list_files, retried
+from glmquant.checkpoint.manifest import MANIFEST
 from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, SUFFIX
 from glmquant.errors import OutputError
 
@@ -51,8 +52,8 @@ class Pusher:
         drop: bool = False,
         max_pending: int | None = None,
     ) -> None:
-        self._repo, self._output, self._shards, self._drop = Repo(repo.id), output, set(shards), drop
-        self._max = max_pending
+        self._repo, self._output, self._shards = Repo(repo.id), output, set(shards)
+        self.drop, self.max_pending = drop, max_pending
         self._stop, self._changed = threading.Event(), threading.Condition()
         with explained(self._repo, kind=OutputError):
             retried(lambda: api().create_repo(repo.id, private=private, exist_ok=True), self._stop, SOON)
@@ -95,9 +96,12 @@ class Pusher:
             OutputError: an upload failed, or a shard is neither on the disk nor in the repository.
         """
         names = list(files)
+        sent = MANIFEST in self._remote and self._same(MANIFEST)  # by an earlier run, after its shards
         for file in names:
             if file in self._shards and file not in self.arrived and file not in self._sizes:
                 if not (self._output / file).exists():
+                    if sent and file in self._remote:
+                        continue
                     raise OutputError(f"{file} is neither in {self._output} nor in {self._repo}")
                 self.add(file)
         with self._changed:
@@ -130,7 +134,8 @@ class Pusher:
 
     def _full(self) -> bool:
         return (
-            self._max is not None and sum(self._sizes[file] for file in self._sizes.keys() - self.arrived) > self._max
+            self.max_pending is not None
+            and sum(self._sizes[file] for file in self._sizes.keys() - self.arrived) > self.max_pending
         )
 
     def _work(self) -> None:
@@ -215,6 +220,7 @@ class Pusher:
     def _drop_local(self, file: str) -> None:
         """Remember that a shard has arrived before it goes: `arrived` of the next run depends on it."""
         with explained(self._repo, file, self._output, OutputError):
+            (self._output / RUN_FOLDER).mkdir(exist_ok=True)  # a finished output has none
             (self._output / RUN_FOLDER / (file + _MEMO)).write_text(self._digest(file))
-            if self._drop:
+            if self.drop:
                 (self._output / file).unlink()

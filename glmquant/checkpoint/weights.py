@@ -6,7 +6,7 @@ Everything is a byte range of a shard, so nothing has to be read to plan with it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,25 @@ class Fp8Weight(TensorInfo):
 
     scale: TensorInfo
     block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptScale(TensorInfo):
+    """The scale of a weight that stays FP8: float32, one a block.
+
+    Attributes:
+        stored_as: its name in the output.
+    """
+
+    stored_as: str
+
+
+def as_copies(weight: Fp8Weight, scale_name: str) -> tuple[TensorInfo, KeptScale]:
+    """A weight that stays FP8 as two tensors to be copied, the scale under `scale_name`."""
+    own = TensorInfo(weight.name, weight.dtype, weight.shape, weight.shard, weight.start, weight.end)
+    scale = weight.scale
+    where = (scale.name, scale.dtype, scale.shape, scale.shard, scale.start, scale.end)
+    return own, KeptScale(*where, scale_name)
 
 
 def shards_of(tensor: TensorInfo) -> tuple[str, ...]:
@@ -157,11 +176,17 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int]:
     return size[0], size[1]
 
 
+Dequantize = Callable[[memoryview, int, Any, int, tuple[int, int], memoryview], int]
+"""checkpoint.fp8.dequantize_into, or what gives the same."""
+
+
 class WeightReader:
     """Reads rows of one 2-D weight as bf16, f16 or f32, whatever its format on disk.
 
     Args:
         readers: of the shards in `shards_of(tensor)`.
+        dequantize: what turns FP8 into bf16: mxfp4.kernel.dequantize_into, or by default checkpoint/fp8.py, ten times
+            slower, with the same bits.
 
     Attributes:
         dtype: of what `read_into` gives.
@@ -171,7 +196,10 @@ class WeightReader:
         CheckpointError: the scales of an FP8 weight cannot be read.
     """
 
-    def __init__(self, readers: Mapping[str, ShardReader], tensor: TensorInfo) -> None:
+    def __init__(
+        self, readers: Mapping[str, ShardReader], tensor: TensorInfo, dequantize: Dequantize | None = None
+    ) -> None:
+        self._dequantize = dequantize
         self._reader, self._tensor = readers[tensor.shard], tensor
         self._columns, self._stored = tensor.shape[1], tensor.nbytes // tensor.shape[0]
         self.dtype, self.row_bytes = plain_dtype(tensor), self._stored
@@ -194,8 +222,10 @@ class WeightReader:
         if self._fp8 is None:
             self._reader.read_into(out, offset)
             return -1
-        from glmquant.checkpoint.fp8 import dequantize_into
-
         content = memoryview(bytearray(len(out) // 2))
         self._reader.read_into(content, offset)
-        return dequantize_into(content, self._columns, self._scales, first_row, self._fp8.block, out)
+        if self._dequantize is None:
+            from glmquant.checkpoint.fp8 import dequantize_into as plain
+
+            self._dequantize = plain
+        return self._dequantize(content, self._columns, self._scales, first_row, self._fp8.block, out)

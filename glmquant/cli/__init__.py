@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from glmquant.checkpoint.source import unfinished
-from glmquant.cli import exclusions, quantize, validate, verify
+from glmquant.cli import doctor, evals, exclusions, mtp, quantize, report, serve, tune, validate, verify
 from glmquant.cli.common import PrintableLog, say
 from glmquant.errors import GlmquantError
 
-VERBS = (quantize, exclusions, validate, verify)
+VERBS = (quantize, exclusions, validate, verify, mtp, report, evals, serve, tune, doctor)
 
 EPILOG = """\
 exit codes: 0 done, 1 a finding or an error, 2 wrong usage, 130 or 143 interrupted.

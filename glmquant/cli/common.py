@@ -52,10 +52,23 @@ def recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="leave these modules as they are; wins"
     )
+    parser.add_argument(
+        "--keep-fp8",
+        action="store_true",
+        help="of a block-scaled FP8 source: leave un-quantized modules FP8 (default: they become bf16) where all targets "
+        "read that: 'sglang>=0.5.21', vllm, or fewer modules for 'sglang>=0.5.23,vllm'",
+    )
 
 
 def recipe_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {"recipe": args.recipe, "quantize": args.also, "keep": args.keep, "targets": args.targets, "form": args.form}
+    return {
+        "recipe": args.recipe,
+        "quantize": args.also,
+        "keep": args.keep,
+        "keep_fp8": args.keep_fp8,
+        "targets": args.targets,
+        "form": args.form,
+    }
 
 
 def shard_size_option(parser: argparse.ArgumentParser) -> None:

@@ -104,6 +104,17 @@ def add(verbs: Any) -> None:
         metavar="SIZE",
         help="from the Hub: how much of the source may be on disk at once (default: two shards a worker)",
     )
+    quantize.add_argument(
+        "--push-to-hub",
+        metavar="ORG/NAME",
+        help="upload finished shards meanwhile (to a private repository if there is none yet), and config.json last, "
+        "once the validator has found no error",
+    )
+    quantize.add_argument(
+        "--drop-pushed",
+        action="store_true",
+        help="remove each shard of OUT once the Hub has it: for a disk that cannot hold the output",
+    )
     quantize.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
 
@@ -136,11 +147,15 @@ def _quantize(args: argparse.Namespace) -> int:
         world_size=world_size,
         ray=args.address if args.engine == "ray" else None,
         max_disk=args.max_disk,
+        push_to_hub=args.push_to_hub,
+        drop_pushed=args.drop_pushed,
         progress=not args.quiet,
     )
     if not args.quiet:
         rate = result.plan.bytes_in / max(result.seconds, 1e-9) / 1e6
         say(f"wrote {result.output} in {result.seconds:.1f} s ({rate:,.0f} MB/s of source)")
+        if args.push_to_hub and result.ok:
+            say(f"all of it is in {args.push_to_hub}" + (", the shards only there" if args.drop_pushed else ""))
         say(*_table(result.plan), "", *list_lines(result.exclusions))
     if result.report is None:
         say(f"rank {rank} of {world_size} is done; {result.missing} shards are left to other ranks")

@@ -14,7 +14,9 @@ from glmquant.findings import JSON_VERSION, SEVERITIES, Report
 
 def add(verbs: Any) -> None:
     validate = verb(verbs, "validate", _validate, "check a quantized checkpoint against what engines ask for")
-    validate.add_argument("checkpoint", metavar="CKPT", help="quantized folder of any producer")
+    validate.add_argument(
+        "checkpoint", metavar="CKPT", help="quantized folder of any producer, or org/name[@revision] on the Hub"
+    )
     targets_option(validate, "--engine")
     validate.add_argument("--json", action="store_true", help="print JSON")
     validate.add_argument(

@@ -79,7 +79,7 @@ class AtomMatcher:
     """
 
     def __init__(self, exclude: Iterable[str], shard_to_fused: Mapping[str, str]) -> None:
-        entries = check_list(_remap(entry, shard_to_fused) for entry in exclude)
+        entries = check_list(remap(entry, shard_to_fused) for entry in exclude)
         self._found = any_of(_regexes(entries), "search")
         plain = [entry for entry in entries if not entry.startswith("re:")]
         globs = [entry for entry in plain if "*" in entry or "?" in entry]
@@ -98,7 +98,7 @@ class AtomMatcher:
         )
 
 
-def _remap(entry: str, shard_to_fused: Mapping[str, str]) -> str:
+def remap(entry: str, shard_to_fused: Mapping[str, str]) -> str:
     for shard, fused in shard_to_fused.items():
         if f".{shard}" in entry:
             return entry.replace(shard, fused, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +15,6 @@ from packaging.version import Version
 
 from glmquant.checkpoint.layers import Layers
 
-_EXPERTS = ".mlp.experts."
 DISABLE_FUSION = "--disable-shared-experts-fusion"
 
 
@@ -50,11 +50,26 @@ class RuntimeModule:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Layers:
+    """What a checkpoint says and holds of block-scaled FP8 modules; see block_fp8.py.
+
+    Attributes:
+        config: quantization_config.layer_quant_config: pattern -> how the modules that it finds are stored.
+        default: quantization_config.global_quant_config: how all others are.
+        scales: FP8 module -> the name of its scale, without the module's.
+    """
+
+    config: Mapping[str, Any]
+    default: Any
+    scales: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What a checkpoint holds: Linear module -> `mxfp4`, `plain` or another word for anything else.
 
-    Routed experts are summed up per container: `containers` maps `...mlp.experts` to the set of formats in it,
-    `projections` to the set of (last part of the name, format);
+    Routed experts are summed up per container: `containers` maps its name (`...mlp.experts`) to the set of formats
+    in it, `projections` to the set of (last part of the name, format);
     `units` is `formats` with each container that is all of one format as one item.
     """
 
@@ -63,22 +78,24 @@ class Stored:
     projections: Mapping[str, frozenset[tuple[str, str]]]
     units: Mapping[str, str]
     layers: Layers
+    fp8: Fp8Layers | None = None
 
     @staticmethod
-    def of(formats: Mapping[str, str], layers: Layers) -> Stored:
+    def of(formats: Mapping[str, str], layers: Layers, fp8: Fp8Layers | None = None) -> Stored:
+        experts = f".{layers.container}." if layers.container else " "  # a blank is in no module's name
         projections: dict[str, set[tuple[str, str]]] = {}
         for module, kind in formats.items():
-            head, marker, tail = module.partition(_EXPERTS)
+            head, marker, tail = module.partition(experts)
             if marker:
-                projections.setdefault(head + _EXPERTS[:-1], set()).add((tail.rpartition(".")[2], kind))
+                projections.setdefault(head + experts[:-1], set()).add((tail.rpartition(".")[2], kind))
         containers = {name: frozenset(kind for _, kind in pairs) for name, pairs in projections.items()}
         units = {name: next(iter(kinds)) for name, kinds in containers.items() if len(kinds) == 1}
         for module, kind in formats.items():
-            head, marker, _ = module.partition(_EXPERTS)
-            if not marker or head + _EXPERTS[:-1] not in units:
+            head, marker, _ = module.partition(experts)
+            if not marker or head + experts[:-1] not in units:
                 units[module] = kind
         frozen = {name: frozenset(pairs) for name, pairs in projections.items()}
-        return Stored(formats, containers, frozen, units, layers)
+        return Stored(formats, containers, frozen, units, layers, fp8)
 
     def parts(self, module: RuntimeModule) -> frozenset[tuple[str, str]]:
         """(last part of the name, format) of what is stored for a runtime module; empty when there is nothing."""
@@ -127,7 +144,10 @@ Answers = Sequence[tuple[RuntimeModule, bool | str]]
 
 
 class Engine(Protocol):
-    """One engine's model: its releases, what each makes of a list, and what then happens to a checkpoint."""
+    """One engine's model: its releases, what each makes of a list, and what then happens to a checkpoint.
+
+    A release may only be asked about layers of a family that it is modelled for (`unmodelled` is '').
+    """
 
     name: str
 
@@ -153,52 +173,92 @@ def load_rules(name: str) -> dict[str, Any]:
     return data
 
 
-def rules_for(name: str, release: str) -> dict[str, Any]:
-    """The rules of the newest listed release that is not newer than `release`."""
+@cache
+def family_rules(name: str, family: str) -> dict[str, Any]:
+    """What an engine does with a family of models, whatever the release: its own rules over the common ones.
+
+    Raises:
+        KeyError: the family is not modelled.
+    """
+    data = load_rules(name)
+    return {**data["common"], **data["families"][family]}
+
+
+def notes_on(name: str, family: str) -> tuple[str, ...]:
+    """What an engine does with a family of models whatever the list says, worth knowing before it is served."""
+    return tuple(family_rules(name, family).get("notes", ()))
+
+
+@cache
+def unmodelled(name: str, release: str, family: str) -> str:
+    """Why nothing is said about a release and a family of models; '' where the release is modelled for it."""
+    rules = load_rules(name)["families"].get(family)
+    if rules is None:
+        return f"not modelled for {family}"
+    if "not_modelled" in rules:
+        return f"not modelled for {family}: {rules['not_modelled']}"
+    if Version(release) < Version(str(rules["since"])):
+        return f"not modelled for {family} before {rules['since']}"
+    return ""
+
+
+@cache
+def rules_for(name: str, release: str, family: str = "glm_moe_dsa") -> dict[str, Any]:
+    """The rules of the newest listed release that is not newer than `release`; a family's own rules win.
+
+    Raises:
+        ValueError: the release is older than all that are modelled.
+        KeyError: the family is not modelled.
+    """
     wanted = Version(release)
     releases = load_rules(name)["releases"]
     usable = [known for known in releases if Version(known) <= wanted]
     if not usable:
         raise ValueError(f"{name} {release} is older than the oldest modelled release {next(iter(releases))}")
-    rules: dict[str, Any] = releases[max(usable, key=Version)]
+    rules: dict[str, Any] = {**releases[max(usable, key=Version)]}
+    for entry in family_rules(name, family).get("releases", ()):
+        if Version(str(entry["release"])) <= wanted:
+            rules |= {key: value for key, value in entry.items() if key != "release"}
     return rules
 
 
 @lru_cache
 def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
     """An engine's asking modules for target and draft, from its YAML rows and the layer numbers."""
-    data = load_rules(name)
-    prefix_of = data["draft_prefixes"]
+    rules, blocks = family_rules(name, layers.family), load_rules(name)["blocks"]
+    prefix_of, target_prefix = rules["draft_prefixes"], rules.get("target_prefix", layers.prefix)
     modules = []
-    for row in data["modules"]:
+    for row in (row for block in rules["blocks"] for row in blocks[block]):
         where = row["layers"]
         if where == "top":
             modules.append(RuntimeModule("target", row["name"], row["kind"], tuple(row["parts"]), False, row["group"]))
             continue
-        main = {
-            "all": range(layers.count),
-            "dense": sorted(layers.dense),
-            "moe": layers.moe,
-            "indexer": sorted(layers.indexer),
-            "mtp": (),
-        }[where]
-        for layer in main:
-            modules.append(_runtime("target", f"model.layers.{layer}.", row, layer))
-        if where != "dense" and prefix_of:
+        for layer in layers.main(where):
+            modules.append(_runtime("target", target_prefix.format(layer=layer), row, layers.at(layer)))
+        if layers.also_mtp(where) and prefix_of:
             for layer in layers.mtp:
                 draft = prefix_of["glue" if where == "mtp" else "decoder"].format(layer=layer)
-                modules.append(_runtime("draft", draft, row, layer))
+                modules.append(_runtime("draft", draft, row, layers.at(layer)))
     return tuple(modules)
 
 
-def _runtime(role: str, prefix: str, row: Mapping[str, Any], layer: int) -> RuntimeModule:
-    parts = tuple(f"model.layers.{layer}.{part}" for part in row["parts"])
+def _runtime(role: str, prefix: str, row: Mapping[str, Any], own: str) -> RuntimeModule:
+    parts = tuple(own + part for part in row["parts"])
     return RuntimeModule(role, prefix + row["name"], row["kind"], parts, bool(row.get("shared")), row["group"])
 
 
+@lru_cache
+def containers_of(name: str, layers: Layers) -> dict[str, str]:
+    """Role -> the prefix of all its expert containers at once, with * for the layer's number, where it has any."""
+    found = {m.role: m.prefix for m in build_modules(name, layers) if m.kind == "experts"}
+    return {role: re.sub(r"\.\d+\.", ".*.", prefix, count=1) for role, prefix in found.items()}
+
+
 @cache
-def consequence(name: str, release: str, key: str) -> tuple[Verdict, str]:
+def consequence(name: str, release: str, key: str, family: str = "glm_moe_dsa") -> tuple[Verdict, str]:
     """What a release does about a mistake, in its own words, from `mistakes` of its YAML file.
+
+    A family's own `mistakes` come first; the common ones hold for it too unless it says `common_mistakes: false`.
 
     `key` is looked up as it is, then without its last part behind a dot, and so on: `scale-shape.narrow.down`,
     `scale-shape.narrow`, `scale-shape`. A value is a text (it crashes with that), or a map `{ok: text}` or
@@ -207,7 +267,11 @@ def consequence(name: str, release: str, key: str) -> tuple[Verdict, str]:
     Raises:
         KeyError: the file does not know the mistake.
     """
-    mistakes = load_rules(name)["mistakes"]
+    rules = family_rules(name, family)
+    mistakes = {
+        **(load_rules(name)["mistakes"] if rules.get("common_mistakes", True) else {}),
+        **rules.get("mistakes", {}),
+    }
     while key not in mistakes:
         if "." not in key:
             raise KeyError(key)
@@ -249,10 +313,19 @@ def _severity(found: tuple[Verdict, str]) -> int:
     return list(Verdict).index(found[0])
 
 
+def unserved(name: str, layers: Layers) -> list[ModuleVerdict]:
+    """Layers of a kind that an engine builds as if they were of another, whatever the list says."""
+    return [
+        ModuleVerdict("target", layers.at(layer).rstrip("."), Verdict.SILENT, text, ())
+        for kind, text in family_rules(name, layers.family).get("unserved", {}).items()
+        for layer in layers.main(kind)
+    ]
+
+
 def never_quantized(name: str, release: str, stored: Stored) -> list[ModuleVerdict]:
     """Packed modules that an engine always builds un-quantized, whatever the list says."""
-    tails = tuple("." + tail for tail in load_rules(name)["never_quantized"])
-    mtp = tuple(f"model.layers.{layer}." for layer in stored.layers.mtp)
+    tails = tuple("." + tail for tail in family_rules(name, stored.layers.family)["never_quantized"])
+    mtp = tuple(stored.layers.at(layer) for layer in stored.layers.mtp)
     return [
         ModuleVerdict("draft" if m.startswith(mtp) else "target", m, *consequence(name, release, "never"), (m,))
         for m, kind in stored.units.items()

@@ -22,9 +22,12 @@ from glmquant.engines.model import (
     Verdict,
     build_modules,
     compare,
+    containers_of,
+    family_rules,
     load_rules,
     never_quantized,
     rules_for,
+    unserved,
 )
 
 
@@ -37,8 +40,8 @@ class Sglang:
         return list(load_rules(self.name)["releases"])
 
     def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
-        rules = rules_for(self.name, release)
-        matchers = {"target": _matcher(exclude, rules), "draft": draft_matcher(exclude, rules, layers)}
+        rules = rules_for(self.name, release, layers.family)
+        matchers = {"target": _matcher(exclude, rules, layers), "draft": draft_matcher(exclude, rules, layers)}
         return [
             (module, True if matcher is None else matcher.ignored(module.prefix, module.kind == "experts"))
             for module in build_modules(self.name, layers)
@@ -46,7 +49,7 @@ class Sglang:
         ]
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
-        rules, flags = rules_for(self.name, release), tuple(flags)
+        rules, flags = rules_for(self.name, release, stored.layers.family), tuple(flags)
         fused = {
             role: DISABLE_FUSION not in flags and self.fuses(role, release, exclude, stored.layers)
             for role in ("target", "draft")
@@ -65,18 +68,24 @@ class Sglang:
                 verdict = self._fused_verdict(release, module, answer, shared_of[module.parts[0]], stored)
             verdicts.append(verdict)
         verdicts += self._lost_fusion(rules, exclude, stored, flags) + never_quantized(self.name, release, stored)
+        verdicts += unserved(self.name, stored.layers)
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), fused["target"], fused["draft"], flags)
 
     def fuses(self, role: str, release: str, exclude: Iterable[str], layers: Layers) -> bool:
         """Whether the shared expert of `target` or `draft` is fused into the container of routed experts."""
-        rules = rules_for(self.name, release)
+        rules = rules_for(self.name, release, layers.family)
         if role == "draft" and not (rules["draft_fuses"] and layers.mtp):
             return False
-        return self._eligible(layers) and veto(exclude, rules, layers) is None
+        if role in family_rules(self.name, layers.family).get("never_fuses", ()):
+            return False
+        return self._eligible(layers) and veto(_seen_by(role, exclude, rules), rules, layers) is None
+
+    def _has_draft(self, rules: Mapping[str, Any], layers: Layers) -> bool:
+        return bool(rules["draft_fuses"] and layers.mtp)
 
     def _eligible(self, layers: Layers) -> bool:
-        data = load_rules(self.name)
+        data = family_rules(self.name, layers.family)
         return (
             layers.routed_experts in data["fusion_routed_experts"]
             and layers.shared_experts == data["fusion_shared_experts"]
@@ -104,10 +113,11 @@ class Sglang:
     ) -> list[ModuleVerdict]:
         """Fusion that the formats would allow but an entry vetoes: costs speed only."""
         layers = stored.layers
-        entry = veto(exclude, rules, layers)
-        if entry is None or not self._eligible(layers):
+        never = family_rules(self.name, layers.family).get("never_fuses", ())
+        roles = [r for r in ("target", "draft") if r not in never and (r == "target" or self._has_draft(rules, layers))]
+        vetoes = {role: veto(_seen_by(role, exclude, rules), rules, layers) for role in roles}
+        if not any(vetoes.values()) or not self._eligible(layers):
             return []
-        roles = ("target", "draft") if rules["draft_fuses"] and layers.mtp else ("target",)
         modules = build_modules(self.name, layers)
         kinds = {
             role: {
@@ -115,14 +125,21 @@ class Sglang:
             }
             for role in roles
         }
-        if len(kinds["target"]) != 1:  # the veto is needed: the gate answers for the whole model
+        if len(kinds.get("target", "x")) != 1:  # the veto is needed: the gate answers for the whole model
             return []
-        text = load_rules(self.name)["mistakes"]["unfused"].format(entry=entry)
-        prefix = {"target": "model.layers.*.mlp.experts", "draft": "model.decoder.mlp.experts"}
-        slow = [
-            ModuleVerdict(role, prefix[role], Verdict.SLOW, text, (entry,)) for role in roles if len(kinds[role]) == 1
+        text, prefix = load_rules(self.name)["mistakes"]["unfused"], containers_of(self.name, layers)
+        return [
+            ModuleVerdict(role, prefix[role], Verdict.SLOW, text.format(entry=entry), (entry,))
+            for role, entry in vetoes.items()
+            if entry is not None and len(kinds[role]) == 1
         ]
-        return slow
+
+
+def _seen_by(role: str, exclude: Iterable[str], rules: Mapping[str, Any]) -> Iterable[str]:
+    """The list that the fusion gate of `target` or `draft` reads: a draft class's renaming comes before it."""
+    if role == "draft" and rules["draft_list"] == "layer61":
+        return [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
+    return exclude
 
 
 def veto(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> str | None:
@@ -135,21 +152,20 @@ def veto(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> st
         return None
     exempt = ["mtp."]
     if rules["veto"] == "not_mtp":
-        exempt += [f"model.layers.{layer}." for layer in layers.mtp]
+        exempt += [layers.at(layer) for layer in layers.mtp]
     for entry in exclude:
         if "shared_expert" in entry and "shared_expert_gate" not in entry and not entry.startswith(tuple(exempt)):
             return entry
     return None
 
 
-def _matcher(exclude: Iterable[str], rules: Mapping[str, Any]) -> ShardMatcher:
-    data = load_rules("sglang")
+def _matcher(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> ShardMatcher:
     return ShardMatcher(
         exclude,
-        data["packed_modules"],
+        family_rules("sglang", layers.family)["packed_modules"],
         fused_name=rules["fused_name"],
         container_leaf=rules["container_leaf"],
-        conflict=data["mistakes"]["pair"],
+        conflict=load_rules("sglang")["mistakes"]["pair"],
     )
 
 
@@ -158,24 +174,24 @@ def draft_matcher(exclude: Sequence[str], rules: Mapping[str, Any], layers: Laye
 
     Source: models/deepseek_nextn.py:327-366 (<= 0.5.15.post1), models/glm4_moe.py:1489-1536 (>= 0.5.16).
     """
-    layer_prefix = f"model.layers.{layers.count}"
+    layer_prefix = layers.at(layers.count).rstrip(".")
     if rules["draft_list"] == "layer61":
         exclude = [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
     # apply_weight_name_mapper adds these for every draft class (quark.py, 0.5.13:101-108, 0.5.23:404-411).
     exclude = [*exclude, *(e.removeprefix("language_model.") for e in exclude if e.startswith("language_model."))]
     if rules["draft_list"] == "layer61":
-        matcher = _matcher(exclude, rules)
+        matcher = _matcher(exclude, rules, layers)
         return None if matcher.entry(layer_prefix.replace("model.layers.61", "model.decoder")) else matcher
     own = [entry for entry in exclude if entry.startswith(layer_prefix + ".")]
-    names = [*exclude, *(draft_name(entry, layer_prefix) for entry in own)]
+    names = [*exclude, *(draft_name(entry, layer_prefix, layers.family) for entry in own)]
     if any(".mlp.experts." in entry for entry in own):
         names.append("model.decoder.mlp.experts")
-    return _matcher(names, rules)
+    return _matcher(names, rules, layers)
 
 
-def draft_name(name: str, layer_prefix: str) -> str:
+def draft_name(name: str, layer_prefix: str, family: str = "glm_moe_dsa") -> str:
     """`_map_mtp_ckpt_name` of models/glm4_moe.py (0.5.16:1481)."""
-    glue = any(part in name for part in load_rules("sglang")["draft_glue"])
+    glue = any(part in name for part in family_rules("sglang", family)["draft_glue"])
     return name.replace(layer_prefix, "model" if glue else "model.decoder", 1)
 
 
@@ -186,5 +202,5 @@ def _shared_by_container(layers: Layers) -> dict[str, list[RuntimeModule]]:
     found: dict[str, list[RuntimeModule]] = {m.parts[0]: [] for m in modules if m.kind == "experts"}
     for module in modules:
         if module.shared:
-            found[module.parts[0].partition(".mlp.")[0] + ".mlp.experts"].append(module)
+            found[module.parts[0].partition(f".{layers.shared}.")[0] + f".{layers.container}"].append(module)
     return found

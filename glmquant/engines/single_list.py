@@ -14,9 +14,11 @@ from glmquant.engines.model import (
     Verdict,
     build_modules,
     compare,
+    family_rules,
     load_rules,
     never_quantized,
     rules_for,
+    unserved,
 )
 
 
@@ -39,7 +41,7 @@ class SingleListEngine(ABC):
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
         answers = self.answers(release, exclude, stored.layers)
         verdicts = [compare(self.name, release, module, answer, stored.parts(module)) for module, answer in answers]
-        verdicts += never_quantized(self.name, release, stored)
+        verdicts += never_quantized(self.name, release, stored) + unserved(self.name, stored.layers)
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), False, False, tuple(flags))
 
@@ -50,13 +52,13 @@ class Vllm(SingleListEngine):
     name = "vllm"
 
     def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
-        data, rules = load_rules(self.name), rules_for(self.name, release)
+        rules = rules_for(self.name, release, layers.family)
         return ShardMatcher(
             exclude,
-            data["packed_modules"],
+            family_rules(self.name, layers.family)["packed_modules"],
             fused_name=rules["fused_name"],
             container_leaf=rules["container_leaf"],
-            conflict=data["mistakes"]["pair"],
+            conflict=load_rules(self.name)["mistakes"]["pair"],
         )
 
 
@@ -66,7 +68,7 @@ class Atom(SingleListEngine):
     name = "atom"
 
     def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
-        return AtomMatcher(exclude, load_rules(self.name)["shard_to_fused"])
+        return AtomMatcher(exclude, family_rules(self.name, layers.family)["shard_to_fused"])
 
 
 class QuarkImporter(SingleListEngine):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from glmquant.engines.model import DISABLE_FUSION, Engine, Evaluation, Stored
+from glmquant.engines.block_fp8 import faults
+from glmquant.engines.model import DISABLE_FUSION, Engine, Evaluation, Stored, notes_on, unmodelled
 from glmquant.engines.sglang import Sglang
 from glmquant.engines.single_list import Atom, QuarkImporter, Vllm
 from glmquant.errors import GlmquantError
@@ -56,14 +57,40 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     return tuple(dict.fromkeys(targets))
 
 
+def split_modelled(targets: Sequence[Target], family: str) -> tuple[list[Target], dict[str, list[Target]]]:
+    """The targets whose models know a family of models, and reason -> the others: nothing is guessed about those."""
+    known: list[Target] = []
+    unknown: dict[str, list[Target]] = {}
+    for target in targets:
+        if reason := unmodelled(target.engine, target.release, family):
+            unknown.setdefault(reason, []).append(target)
+        else:
+            known.append(target)
+    return known, unknown
+
+
+def engine_notes(targets: Sequence[Target], family: str) -> dict[str, list[Target]]:
+    """What some of the (modelled) targets do with a family of models whatever the list says."""
+    found: dict[str, list[Target]] = {}
+    for target in targets:
+        for note in notes_on(target.engine, family):
+            found.setdefault(note, []).append(target)
+    return found
+
+
 def evaluate(target: Target, exclude: Sequence[str], stored: Stored) -> Evaluation:
     """A release's verdict; with the launch flag that makes it load, if it does not load without."""
-    engine = ENGINES[target.engine]
-    plain = engine.evaluate(target.release, exclude, stored)
+    plain = _evaluate(target, exclude, stored)
     if plain.loads:
         return plain
-    flagged = engine.evaluate(target.release, exclude, stored, [DISABLE_FUSION])
+    flagged = _evaluate(target, exclude, stored, [DISABLE_FUSION])
     return flagged if flagged.loads else plain
+
+
+def _evaluate(target: Target, exclude: Sequence[str], stored: Stored, flags: Sequence[str] = ()) -> Evaluation:
+    engine = ENGINES[target.engine]
+    found = engine.evaluate(target.release, exclude, stored, flags)
+    return replace(found, faults=(*found.faults, *faults(engine, target.release, exclude, stored, flags)))
 
 
 def span(targets: Sequence[Target]) -> str:

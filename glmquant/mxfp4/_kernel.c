@@ -1,5 +1,6 @@
 // BF16, F16 or F32 -> packed E2M1 + E8M0 in one pass over the source. kernel.py has the contract, the table of
 // thresholds and the reasons; this file only does what that table says, 32 elements (one block) at a time.
+// And block-scaled E4M3 -> BF16, as checkpoint/fp8.py defines it.
 //
 // No intrinsics: the loops have fixed trip counts and 16-bit lanes, so compilers vectorise them at -O3, and the same
 // source is compiled once per instruction set and picked at run time. Indices are Py_ssize_t: Python is often built with
@@ -89,7 +90,63 @@ INLINE Py_ssize_t quantize(int dtype, const uint8_t *__restrict source, Py_ssize
   return -1;
 }
 
+// float32 bits of an E4M3 code (OCP 8-bit floating point specification, section 5.1: bias 7, no Inf) times a scale.
+INLINE uint32_t scaled(uint32_t code, float scale) {
+  // Subnormals: put the bits below 2^-6 and subtract it, as in widen_f16. Masks, since a choice would become a branch
+  // around the subtraction, with which gcc does not vectorise the loop.
+  int32_t magnitude = (int32_t)(code & 0x7f), bits = (magnitude << 20) + (121 << 23), subnormal;
+  float f;
+  memcpy(&f, &bits, 4);
+  f -= 0x1p-6f;
+  memcpy(&subnormal, &f, 4);
+  int32_t small = -(magnitude < 0x08), nan = -(magnitude == 0x7f) & 0x7fc00000;
+  uint32_t product = (uint32_t)((subnormal & small) | ((bits - (1 << 23)) & ~small) | nan) | (code & 0x80) << 24;
+  memcpy(&f, &product, 4);
+  f *= scale;
+  memcpy(&product, &f, 4);
+  return product;
+}
+
+enum { TO_INF = 0x7f7f8000 }; // magnitudes from here on are Inf or NaN in BF16
+
+// Elements of one row that share a scale; the index of the first that is not finite, or -1.
+INLINE Py_ssize_t dequantize(const uint8_t *__restrict codes, Py_ssize_t count, float scale, uint8_t *__restrict out) {
+  int32_t top = 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    uint32_t bits = scaled(codes[i], scale);
+    int32_t magnitude = (int32_t)(bits & 0x7fffffff);
+    uint16_t rounded = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); // ties to even
+    top = magnitude > top ? magnitude : top;
+    memcpy(out + 2 * i, &rounded, 2);
+  }
+  if (top < TO_INF) return -1;
+  Py_ssize_t i = 0;
+  while ((scaled(codes[i], scale) & 0x7fffffff) < TO_INF) i++;
+  return i;
+}
+
+struct blocks { Py_ssize_t rows, columns; };
+
+// Whole rows; `scale` are those of the whole weight, in which the first row has number `first`.
+INLINE Py_ssize_t dequantize_rows(const uint8_t *codes, Py_ssize_t rows, Py_ssize_t columns, const uint8_t *scale,
+                                  Py_ssize_t first, struct blocks block, uint8_t *out) {
+  Py_ssize_t across = (columns + block.columns - 1) / block.columns, found = -1;
+  for (Py_ssize_t row = 0; row < rows; row++) {
+    const uint8_t *line = scale + 4 * across * ((first + row) / block.rows);
+    for (Py_ssize_t begin = 0; begin < columns; begin += block.columns) {
+      Py_ssize_t count = columns - begin < block.columns ? columns - begin : block.columns, at = row * columns + begin;
+      float s;
+      memcpy(&s, line + 4 * (begin / block.columns), 4);
+      Py_ssize_t bad = dequantize(codes + at, count, s, out + 2 * at);
+      if (bad >= 0 && found < 0) found = at + bad;
+    }
+  }
+  return found;
+}
+
 typedef Py_ssize_t kernel(int, const uint8_t *, Py_ssize_t, uint8_t *, uint8_t *, const int16_t *);
+typedef Py_ssize_t fp8_kernel(const uint8_t *, Py_ssize_t, Py_ssize_t, const uint8_t *, Py_ssize_t, struct blocks,
+                              uint8_t *);
 
 #define COMPILE_FOR(name, target)                                                                                      \
   target static Py_ssize_t name(int dtype, const uint8_t *source, Py_ssize_t count, uint8_t *packed, uint8_t *scale,   \
@@ -99,6 +156,10 @@ typedef Py_ssize_t kernel(int, const uint8_t *, Py_ssize_t, uint8_t *, uint8_t *
     case F16: return quantize(F16, source, count, packed, scale, table);                                               \
     default: return quantize(F32, source, count, packed, scale, table);                                                \
     }                                                                                                                  \
+  }                                                                                                                    \
+  target static Py_ssize_t name##_fp8(const uint8_t *codes, Py_ssize_t rows, Py_ssize_t columns, const uint8_t *scale, \
+                                      Py_ssize_t first, struct blocks block, uint8_t *out) {                           \
+    return dequantize_rows(codes, rows, columns, scale, first, block, out);                                            \
   }
 
 COMPILE_FOR(any_cpu, )
@@ -108,12 +169,12 @@ COMPILE_FOR(avx2, __attribute__((target("avx2"))))
 COMPILE_FOR(avx512, __attribute__((target("avx512f,avx512bw,avx512vl"))))
 #endif
 
-static const struct level { const char *name; kernel *run; } LEVELS[] = {
+static const struct level { const char *name; kernel *run; fp8_kernel *run_fp8; } LEVELS[] = {
 #ifdef X86
-    {"avx512", avx512},
-    {"avx2", avx2},
+    {"avx512", avx512, avx512_fp8},
+    {"avx2", avx2, avx2_fp8},
 #endif
-    {"c", any_cpu},
+    {"c", any_cpu, any_cpu_fp8},
 };
 enum { LEVEL_COUNT = sizeof LEVELS / sizeof *LEVELS };
 
@@ -161,7 +222,39 @@ static PyObject *py_quantize(PyObject *self, PyObject *args) {
   return PyLong_FromSsize_t(found);
 }
 
+static PyObject *py_dequantize(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name;
+  Py_buffer codes, scale, out;
+  Py_ssize_t columns, first;
+  struct blocks block;
+  if (!PyArg_ParseTuple(args, "sy*ny*nnnw*", &name, &codes, &columns, &scale, &first, &block.rows, &block.columns, &out))
+    return NULL;
+  const struct level *level = NULL;
+  for (int i = 0; i < LEVEL_COUNT; i++)
+    if (!strcmp(LEVELS[i].name, name) && runs_here(&LEVELS[i])) level = &LEVELS[i];
+  Py_ssize_t found = -1;
+  // As above. Sizes first, so that nothing below divides by zero or overflows: lengths are far below PY_SSIZE_T_MAX / 4.
+  int fits = level && columns > 0 && block.rows > 0 && block.columns > 0 && block.columns <= PY_SSIZE_T_MAX / 2 &&
+             first >= 0 && first <= PY_SSIZE_T_MAX / 2 && codes.len % columns == 0 && out.len / 2 == codes.len &&
+             out.len % 2 == 0;
+  if (fits) {
+    Py_ssize_t rows = codes.len / columns, across = (columns + block.columns - 1) / block.columns;
+    fits = rows && across <= scale.len / 4 && scale.len / 4 / across > (first + rows - 1) / block.rows;
+    if (fits) {
+      Py_BEGIN_ALLOW_THREADS
+      found = level->run_fp8(codes.buf, rows, columns, scale.buf, first, block, out.buf);
+      Py_END_ALLOW_THREADS
+    }
+  }
+  PyBuffer_Release(&codes), PyBuffer_Release(&scale), PyBuffer_Release(&out);
+  if (!fits) return PyErr_Format(PyExc_ValueError, "level, sizes and buffers do not belong together");
+  return PyLong_FromSsize_t(found);
+}
+
 static PyMethodDef METHODS[] = {
+    {"dequantize", py_dequantize, METH_VARARGS,
+     "dequantize(level, codes, columns, scale, first row, block rows, block columns, out) -> first bad, or -1"},
     {"available", py_available, METH_NOARGS, "Names of the levels that this CPU runs, best first."},
     {"quantize", py_quantize, METH_VARARGS, "quantize(level, dtype, source, packed, scale, table) -> first bad, or -1"},
     {0},

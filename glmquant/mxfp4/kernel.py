@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from glmquant.checkpoint import fp8
 from glmquant.errors import BackendError
 from glmquant.mxfp4.format import BLOCK
 
@@ -128,6 +129,29 @@ def quantize_into(source: Buffer, dtype: str, columns: int, packed: Buffer, scal
     if chosen == "numpy" or module is None:
         return _quantize_numpy(source, dtype, packed, scale)
     return int(module.quantize(chosen, list(_SOURCES).index(dtype), source, packed, scale, _TABLE))
+
+
+def dequantize_into(
+    source: memoryview,
+    columns: int,
+    scale: npt.NDArray[np.float32],
+    first_row: int,
+    block: tuple[int, int],
+    out: memoryview,
+) -> int:
+    """Whole rows of block-scaled E4M3 to bf16, without holding the GIL: the bits of checkpoint/fp8.py, which see.
+
+    Raises:
+        ValueError: buffers or sizes that do not belong together.
+        BackendError: as `implementation`.
+    """
+    chosen, module = implementation(), _compiled()
+    if chosen == "numpy" or module is None:
+        return fp8.dequantize_into(source, columns, scale, first_row, block, out)
+    scales = np.ascontiguousarray(scale, "<f4")
+    if scales.shape[1] != -(-columns // block[1]):
+        raise ValueError(f"scale has {scales.shape[1]} columns; {columns} in blocks of {block[1]} need another number")
+    return int(module.dequantize(chosen, source, columns, scales, first_row, *block, out))
 
 
 def _quantize_numpy(source: Buffer, dtype: str, packed: Buffer, scale: Buffer) -> int:

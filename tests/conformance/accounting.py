@@ -146,6 +146,11 @@ def load_twice(
     }
 
 
+def text(config: Any) -> Any:
+    """The language model's part of a config."""
+    return getattr(config, "text_config", None) or config
+
+
 def _shares_its_indexer(name: str, config: Any) -> bool:
     """sglang 0.5.17 and earlier build an indexer on every layer, and never use those of "shared" layers."""
     found = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
@@ -170,6 +175,7 @@ def _real_region(name: str, p: torch.Tensor, mask: torch.Tensor, config: Any) ->
         return mask
     mask = mask.view(*p.shape, -1)
     packed = 32 if leaf.endswith("scale") else 2 if p.element_size() == 1 else 1
+    config = text(config)
     hidden, inner, half = config.hidden_size, config.moe_intermediate_size, p.shape[1] // 2
     if leaf.startswith("w2"):
         return mask[:, :hidden, : inner // packed].reshape(-1)
@@ -193,7 +199,8 @@ def _compare_experts(
             half = w13.shape[1] // 2
             for e in range(w13.shape[0]):
                 # a fused shared expert follows the routed ones
-                shared = e >= config.n_routed_experts
+                routed = getattr(text(config), "n_routed_experts", None) or text(config).num_experts
+                shared = e >= routed
                 base = prefix.removesuffix("experts") + "shared_experts" if shared else f"{prefix}.{e}"
                 slots = (("gate", w13[e, :half]), ("up", w13[e, half:]), ("down", w2[e]))
                 for projection, slot in slots:

@@ -32,6 +32,13 @@ def import_sglang() -> str:
     gpustubs.install(STUBS)
     import torch
 
+    def packed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shapes only: DeepseekV3ForCausalLM packs kv_b_proj again after loading, into no parameter."""
+        n, d = x.shape
+        return torch.zeros(n, d // 2, dtype=torch.uint8), torch.zeros(n, d // 32, dtype=torch.uint8)
+
+    gpustubs.ANSWERS["aiter.ops.triton.quant.dynamic_mxfp4_quant"] = packed
+
     torch.set_num_threads(1)
     import sglang
     import transformers

@@ -17,7 +17,16 @@ import accounting
 import sglang_boot
 
 # The registry falls back to a generic class without an error, so a load must name one of these.
-GLM_CLASSES = ("GlmMoeDsaForCausalLM", "GlmMoeDsaForCausalLMNextN", "DeepseekV3ForCausalLMNextN")
+CLASSES = (
+    "GlmMoeDsaForCausalLM",
+    "GlmMoeDsaForCausalLMNextN",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLMNextN",
+    "Qwen3MoeForCausalLM",
+    "Glm5NextForConditionalGeneration",
+    "Glm5NextForConditionalGenerationNextN",
+)
 
 
 def load(checkpoint: Path, role: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -41,15 +50,15 @@ def load(checkpoint: Path, role: str, options: dict[str, Any]) -> dict[str, Any]
             with loader.set_default_torch_dtype(config.dtype), torch.device("cpu"):
                 model = loader._initialize_model(config, default.load_config, quant)
             result["model_class"] = type(model).__name__
-            if result["model_class"] not in GLM_CLASSES:
-                raise RuntimeError(f"sglang chose {result['model_class']}, not a GLM class")
+            if result["model_class"] not in CLASSES:
+                raise RuntimeError(f"sglang chose {result['model_class']}, not a class that is modelled")
             result["fused_shared_experts"] = getattr(model, "num_fused_shared_experts", None)
             result["schemes"] = accounting.schemes(model)
             result["stage"] = "load_weights"
             stream = accounting.Checkpoint(lambda: default._get_all_weights(config, model))
             # a draft takes its embedding and its head from the target
             shared = ("model.embed_tokens.weight", "lm_head.weight") if role == "draft" else ()
-            draft_experts = f"model.layers.{hf.num_hidden_layers}.mlp.experts"
+            draft_experts = f"model.layers.{accounting.text(hf).num_hidden_layers}.mlp.experts"
             with loader.set_default_torch_dtype(config.dtype):
                 result |= accounting.load_twice(
                     model, stream, hf, shared, lambda name: name if role == "target" else draft_experts

@@ -36,6 +36,10 @@ def import_vllm(fuse_shared_experts: bool = False) -> str:
     torch.set_num_threads(1)
     import vllm
     from vllm.platforms import rocm
+    from vllm.triton_utils.importing import TritonLanguagePlaceholder
+
+    # kernels name dtypes where they are defined; none is run
+    TritonLanguagePlaceholder.__getattr__ = _no_value
 
     library = torch.library.Library("_C", "FRAGMENT")
     if not hasattr(torch.ops._C, "silu_and_mul"):
@@ -56,6 +60,11 @@ def import_vllm(fuse_shared_experts: bool = False) -> str:
     # fills buffers on "cuda" that only a forward pass reads
     expert_map_manager.init_aiter_topK_meta_data = lambda *args, **kwargs: None
     return vllm.__version__
+
+
+def _no_value(self: Any, name: str) -> None:
+    if name.startswith("__"):
+        raise AttributeError(name)
 
 
 def _pretend_rocm() -> None:

@@ -19,7 +19,15 @@ import accounting
 import vllm_boot
 
 ROLES = ("target", "draft")
-GLM_CLASSES = ("DeepseekV32ForCausalLM", "DeepseekV32MTP")
+CLASSES = (
+    "DeepseekV32ForCausalLM",
+    "DeepseekV32MTP",
+    "DeepseekV3ForCausalLM",
+    "DeepSeekMTP",
+    "Qwen3MoeForCausalLM",
+    "Glm5NextForConditionalGeneration",
+    "Glm5NextMTP",
+)
 
 
 def load(checkpoint: Path, roles: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -64,11 +72,11 @@ def load_role(result: dict[str, Any], role: str, config: Any, model_config: Any)
     with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
         model = loader.create_model(vllm_config=config, model_config=model_config)
     result["model_class"] = type(model).__name__
-    if result["model_class"] not in GLM_CLASSES:
-        raise RuntimeError(f"vLLM chose {result['model_class']}, not a GLM class")
-    # the target keeps the answer in its inner model, the draft at the top
-    holder = model if hasattr(model, "is_fused_shared_expert_enabled") else model.model
-    result["fused_shared_experts"] = int(bool(holder.is_fused_shared_expert_enabled))
+    if result["model_class"] not in CLASSES:
+        raise RuntimeError(f"vLLM chose {result['model_class']}, not a class that is modelled")
+    # the target keeps the answer in its inner model, the draft at the top; a model without shared experts has none
+    holder = model if hasattr(model, "is_fused_shared_expert_enabled") else getattr(model, "model", None)
+    result["fused_shared_experts"] = int(bool(getattr(holder, "is_fused_shared_expert_enabled", False)))
     result["can_fuse"] = None
     result["schemes"] = accounting.schemes(model)
     result["stage"] = "load_weights"

@@ -1,0 +1,146 @@
+"""The sibling models' tiny checkpoints in the real engines: what glmquant writes loads, and what is wrong with a list
+or a tensor does what the validator says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import siblings
+from siblings import ENGINES, SIBLINGS, Sibling
+
+import glmquant
+from glmquant.checkpoint.formats import stored_formats
+from glmquant.checkpoint.layers import read_layers
+from glmquant.checkpoint.source import inspect
+from glmquant.engines.model import Stored
+from glmquant.engines.targets import ENGINES as MODELS
+from glmquant.engines.targets import Target
+from glmquant.recipe import load_architecture
+from glmquant.validator import validate_folder
+
+pytestmark = pytest.mark.conformance
+
+NO_DRAFT: dict[str, dict[str, Any]] = {
+    "sglang": dict.fromkeys(
+        (
+            "speculative_algorithm",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+        )
+    ),
+    "vllm": {"speculative_config": None},
+}
+
+
+def load(target: Target, sibling: Sibling, folders: list[Path]) -> list[dict[str, Any]]:
+    if sibling.has_mtp:
+        return harness.load(target.engine, target.release, folders)
+    return harness.load(target.engine, target.release, folders, roles=["target"], engine_args=NO_DRAFT[target.engine])
+
+
+def roles(sibling: Sibling) -> tuple[str, ...]:
+    return ("target", "draft") if sibling.has_mtp else ("target",)
+
+
+@pytest.fixture(scope="session")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Sibling and recipe -> what glmquant writes."""
+    root, found = tmp_path_factory.mktemp("siblings"), {}
+    for number, sibling in enumerate(SIBLINGS.values()):
+        source = sibling.source(root / f"source-{number}")
+        model_type = json.loads((source / "config.json").read_text())["model_type"]
+        for recipe in load_architecture(model_type).recipes:
+            out = root / f"{number}-{recipe}"
+            found[sibling.name, recipe] = siblings.quantized(sibling, source, out, recipe=recipe)
+    return found
+
+
+@pytest.mark.parametrize("target", ENGINES, ids=str)
+def test_every_recipe_loads(target: Target, outputs: dict[tuple[str, str], Path]) -> None:
+    """Each parameter filled, each tensor read (but for the MTP layer's copies), fusion as promised."""
+    wrong = []
+    for has_mtp in (True, False):
+        mine = {
+            key: folder
+            for key, folder in outputs.items()
+            if SIBLINGS[key[0]].has_mtp is has_mtp and target.engine in SIBLINGS[key[0]].engines
+        }
+        some = SIBLINGS[next(iter(mine))[0]]
+        for (key, folder), answer in zip(mine.items(), load(target, some, list(mine.values())), strict=True):
+            report = validate_folder(folder, [target])
+            judge = report.verdicts[str(target)].value
+            unread = [n for n in answer["consumed_by_neither"] or () if not n.endswith(COPIES)]
+            bad = {r: answer[r].get("error") or answer[r].get("unfilled") for r in roles(some)}
+            clean = not any(bad.values()) and not any(answer[r]["experts"]["different"] for r in roles(some))
+            fused = {r: bool(answer[r].get("fused_shared_experts")) for r in roles(some)}
+            promised = promised_fusion(folder, target)
+            flag = bool(report.flags)
+            if flag or not clean or unread or judge != "ok" or any(fused[r] != promised[r] for r in fused):
+                wrong.append(
+                    f"{key}: {judge} {report.flags}, fused {fused} promised {promised}, {bad}, unread {unread[:3]}"
+                )
+    print(f"{target}: {len(outputs)} checkpoints load")
+    assert not wrong, "\n".join(wrong)
+
+
+COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+
+
+def promised_fusion(folder: Path, target: Target) -> dict[str, bool]:
+    checkpoint, _ = inspect(folder)
+    architecture = load_architecture(checkpoint.model_type)
+    layers = read_layers(checkpoint.config, architecture.keys)
+    stored = Stored.of(stored_formats(checkpoint.tensors, architecture.lookups), layers)
+    exclude = checkpoint.config["quantization_config"]["exclude"]
+    found = MODELS[target.engine].evaluate(target.release, exclude, stored)
+    return {"target": found.fused_target, "draft": found.fused_draft}
+
+
+CASES = ("deepseek_v3", "deepseek_v3 256 experts", "deepseek_v32", "kimi_k2", "qwen3_moe", "qwen3_moe dense layer")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("target", ENGINES, ids=str)
+def test_one_thing_wrong(target: Target, name: str, outputs: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    """Lists and tensors with one thing wrong: our verdict is the engine's."""
+    sibling, base = SIBLINGS[name], outputs[name, "moe"]
+    if target.engine not in sibling.engines:
+        report = validate_folder(base, [target])
+        (answer,) = load(target, sibling, [base])
+        assert report.verdicts[str(target)].value == real_verdict(answer, sibling) == "silent misload"
+        assert "not-served" in {finding.code for finding in report.findings}
+        return
+    literal = siblings.copy(base, tmp_path / "literal", lambda folder: None)
+    listed = glmquant.fix_exclusions(literal, targets=siblings.targets(sibling), form="literal").exclusions.texts
+    checkpoint, _ = inspect(base)
+    cases = list(siblings.wrong_lists(listed))
+    if "256" not in name:
+        cases += siblings.wrong_tensors(list(checkpoint.tensors))
+    folders = [siblings.copy(literal, tmp_path / str(i), change) for i, (_, change) in enumerate(cases)]
+    matrix: Counter[tuple[str, str]] = Counter()
+    wrong = []
+    for (what, _), folder, answer in zip(cases, folders, load(target, sibling, folders), strict=True):
+        real = real_verdict(answer, sibling)
+        report = validate_folder(folder, [target])
+        ours = "crash" if report.flags else report.verdicts[str(target)].value
+        ours = "ok" if ours == "slow" else ours  # told apart by test_every_recipe_loads
+        matrix[ours, real] += 1
+        if ours != real:
+            errors = {r: (answer[r].get("error"), answer[r].get("unfilled")) for r in roles(sibling)}
+            wrong.append(f"{what}: we say {ours} {[f.code for f in report.findings]}, it does {real} {errors}")
+    print(f"\n{target} {name}: {len(cases)} checkpoints (ours, real): {dict(matrix)}")
+    assert not wrong, f"{len(wrong)} of {len(cases)} differ:\n" + "\n".join(wrong)
+
+
+def real_verdict(answer: dict[str, Any], sibling: Sibling) -> str:
+    found = [answer[role] for role in roles(sibling)]
+    if not all(role["loaded"] for role in found):
+        return "crash"
+    bad = any(role["unfilled"] or role["odd_copies"] or role["experts"]["different"] for role in found)
+    return "silent misload" if bad else "ok"
