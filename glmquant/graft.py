@@ -247,9 +247,11 @@ def open_donor(folder: Path, headers: Mapping[str, ShardHeader] | None = None, p
     offers = {tensor.name: tensor for shard in offered(checkpoint).values() for tensor in shard}
     mtp = tuple(name for name in offers if architecture.module(module_name(name), layers).is_mtp)
     donor = Donor(checkpoint, layers, architecture, offers, mtp, path or folder.joinpath)
+    if not architecture.keys.mtp:
+        raise CheckpointError(f"{folder}: models of type {checkpoint.model_type} have no MTP layer", "Nothing is lost.")
     if not layers.mtp:
         raise CheckpointError(
-            f"{folder}: {CONFIG} declares no MTP layer ({architecture.keys.mtp or 'no key'} is 0 or missing)",
+            f"{folder}: {CONFIG} declares no MTP layer ({architecture.keys.mtp} is 0 or missing)",
             "Take it from the checkpoint as published.",
         )
     _check_complete(donor)

@@ -525,7 +525,7 @@ def report(
         source: the checkpoint it was made from; without it no error is measured.
         html: the page; by default `CKPT-report.html` beside the checkpoint. Neither file may exist.
         jsonl: by default the page's name with `.jsonl`.
-        sample: share (0 to 1) of each layer's weights of one projection to read, at least one; None: what is affordable.
+        sample: share (0 to 1) of each layer's weights of one projection to read, at least one; None: minutes' worth.
         site_packages: folders to look for sglang and AITER in, for the kernel keys, instead of this environment.
 
     Raises:
@@ -646,9 +646,12 @@ def _start(subject: Subject, profile: str, release: str | None, wish: Wish | Non
     engine = subject.target.engine
     guard = find_guard(stack) if engine == "sglang" and not release else None
     chosen, present = _release(engine, release, stack), guard.present if guard else None
-    return make_launch(
-        subject, engine_settings(engine), profiles()[profile], hardware(), chosen, wish or Wish(), present
-    )
+    settings = engine_settings(engine)
+    found = make_launch(subject, settings, profiles()[profile], hardware(), chosen, wish or Wish(), present)
+    if release or stack.release(settings.package):
+        return found
+    note = f"{engine} is not installed here: this is for {chosen}, the newest modelled; --release says another."
+    return replace(found, notes=(note, *found.notes))
 
 
 def kernel_keys(

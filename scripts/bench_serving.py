@@ -548,9 +548,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(run(args))
         return 0
-    except BenchError as err:
-        print(f"bench_serving: error: {err}", file=sys.stderr)
+    except BenchError as err:  # may quote the server, whose words must not act on the terminal
+        print(re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "?", f"bench_serving: error: {err}"), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("bench_serving: interrupted; the same call continues", file=sys.stderr)
+        return 130
 
 
 def knee_options(parser: argparse.ArgumentParser) -> None:

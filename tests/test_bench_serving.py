@@ -65,12 +65,12 @@ def test_known_latencies_come_out(
 
 
 def test_the_knee_is_where_a_server_of_known_capacity_saturates(bench: Callable[..., int], tmp_path: Path) -> None:
-    """Two slots of 0.1 s each serve 20 requests/s; at 60 the queue grows by 40 a second."""
+    """Two slots of 0.1 s each serve 20 requests/s; at 80 the queue grows by 60 a second."""
     with streaming(Behaviour(first=0.08, each=0.002, slots=2)) as url:
-        assert bench("ladder", url, *SMALL, "--seconds", "0.5", "--rates", "4,60,120", "--ttft-limit", "0.4") == 0
+        assert bench("ladder", url, *SMALL, "--seconds", "0.5", "--rates", "4,80,160", "--ttft-limit", "0.6") == 0
     found = results(tmp_path)
     low, high, higher = found["steps"]
-    assert low["ttft_p95"] < 0.4 < high["ttft_p95"] < higher["ttft_p95"]
+    assert low["ttft_p95"] < 0.6 < high["ttft_p95"] < higher["ttft_p95"]
     assert high["request_s"] < 21 and high["success"] == 1.0
     assert (found["knee"]["rate"], found["knee"]["reached"]) == (4.0, True)
     assert found["knee"]["tok_s"] == low["tok_s"]

@@ -46,15 +46,17 @@ def error_line(capsys: Capture, *argv: object) -> str:
 
 # help and usage
 
+VERBS = "plan quantize exclusions validate verify mtp report evals serve tune-input doctor".split()
+
 
 def test_help_names_every_verb(capsys: Capture) -> None:
     code, out, _ = stopped(capsys, "--help")
     assert code == 0
-    assert re.findall(r"^    (\w+)", out, re.MULTILINE) == ["plan", "quantize", "exclusions", "validate", "verify"]
+    assert re.findall(r"^    ([a-z]\S*)", out, re.MULTILINE) == VERBS
     assert "exit codes: 0 done, 1 a finding or an error, 2 wrong usage" in out
 
 
-@pytest.mark.parametrize("verb", ["plan", "quantize", "exclusions", "validate", "verify"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(capsys: Capture, verb: str) -> None:
     code, out, _ = stopped(capsys, verb, "--help")
     assert code == 0 and out.startswith(f"usage: glmquant {verb} ")

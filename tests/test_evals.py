@@ -1,4 +1,4 @@
-"""evals: intervals against scipy and by simulation, verdicts, files of others, and runs with lm-eval played by a script.
+"""evals: intervals against scipy and by simulation, verdicts, files of others, runs with lm-eval played by a script.
 
 tests/conformance/test_evals.py runs lm-eval itself.
 """
@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,6 +133,16 @@ def test_runs_that_always_agree_count_once_and_independent_ones_each() -> None:
     independent = [[float(rng.random() < 0.8) for _ in range(4)] for _ in range(500)]
     assert 1600 < intervals.arm_of(independent).size <= 2000
     assert intervals.arm_of([[1.0, 1.0]] * 50) == Arm(1.0, 50)
+
+
+def test_the_interval_of_clustered_runs_is_that_of_a_bootstrap_over_questions() -> None:
+    rng = np.random.default_rng(5)
+    chances = rng.beta(6, 1, 400)
+    runs = rng.random((2, 4, 400)) < np.stack([chances, chances - 0.05 * (chances > 0.5)])[:, None]
+    differences = runs[1].mean(0) - runs[0].mean(0)
+    means = differences[rng.integers(0, 400, (4000, 400))].mean(1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    assert intervals.laplace(differences.tolist())(Z) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
 # --- what they promise, by simulation: 95% intervals hold the truth, a true loss of a margin passes in 5%

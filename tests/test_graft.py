@@ -589,6 +589,7 @@ def test_killed_at_any_step_it_is_as_it_was_or_complete(
         assert torture.digests(out) == expected, f"killed before call {step} ({calls[step - 1]})"
     assert met == {"before", "between", "after"}
     assert torture.digests(source) == untouched
+    torture.TRACE.unlink(missing_ok=True)
 
 
 @given(st.data())

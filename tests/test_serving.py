@@ -161,6 +161,9 @@ def test_illegal_sizes_are_refused_with_the_legal_ones() -> None:
         with pytest.raises(GlmquantError) as caught:
             launch(**wish)
         assert caught.value.hint == hint
+    for nonsense in ({"tp": 0}, {"tp": -8}, {"dp": 0}, {"ep": 0}, {"gpus": 0}, {"draft_depth": -1}):
+        with pytest.raises(GlmquantError):
+            launch(**nonsense)
     assert launch(tp=8, dp=2, gpus=16).dp == 2
     with pytest.raises(GlmquantError) as caught:
         launch(tp=16, gpus=16, release="0.5.21")  # a share of 128 rows is read from the wrong place
@@ -264,7 +267,10 @@ def test_the_command_line_refuses(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_the_installed_release_is_taken(tmp_path: Path) -> None:
     install(tmp_path, "sglang", "0.5.17+rocm", {"kernels/jit/csrc/elementwise/fused_metadata_copy.cuh": "\n"})
+    absent = pipeline.launch(short_checkpoint("routed"), site_packages=[tmp_path.parent])
+    assert absent.notes[0].startswith("sglang is not installed here: this is for 0.5.23")
     found = pipeline.launch(short_checkpoint("routed"), site_packages=[tmp_path])
+    assert found.notes == ()
     assert (found.release, found.modelled) == ("0.5.17+rocm", "0.5.17")
     assert "--disable-shared-experts-fusion" in found.argv
 
@@ -478,6 +484,8 @@ def test_tune_input_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(out.read_text().splitlines()) == 35
     assert main([*words, "-o", str(out)]) == 1
     assert "exists" in capsys.readouterr().err
+    assert main([*words, "--max-tokens", "0"]) == 1
+    assert "0 tokens at once are none" in capsys.readouterr().err
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["shapes"][0]["key"]["expert"] == "256" and found["aiter"]["known"]

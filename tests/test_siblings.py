@@ -285,8 +285,10 @@ def test_what_an_engine_does_whatever_the_list_says_is_a_note(tiny: dict[str, Pa
 def test_sglang_builds_every_qwen3_layer_with_experts(tmp_path: Path) -> None:
     make_tiny(config_of("qwen3_moe"), tmp_path / "dense", changes={"mlp_only_layers": [1]})
     with pytest.raises(ExclusionError, match=r"no exclude list loads on sglang 0\.5\.23: target model\.layers\.1"):
-        glmquant.plan(tmp_path / "dense", targets=NEWEST)
-    glmquant.quantize(tmp_path / "dense", tmp_path / "out", targets="vllm==0.33.0")
+        glmquant.plan(tmp_path / "dense", targets=NEWEST, form="regex")
+    with pytest.raises(ExclusionError, match=r"vllm 0\.33\.0: target model\.layers\.1\.mlp\.gate_up_proj"):
+        glmquant.plan(tmp_path / "dense", targets="vllm==0.33.0")  # by name, the fused module is not in the list
+    glmquant.quantize(tmp_path / "dense", tmp_path / "out", targets="vllm==0.33.0", form="regex")
     report = glmquant.validate(tmp_path / "out", targets=NEWEST)
     assert {target: str(verdict.value) for target, verdict in report.verdicts.items()} == {
         "sglang 0.5.23": "silent misload",
@@ -321,14 +323,10 @@ def test_only_deepseek_v3s_own_target_is_fused() -> None:
 # At full size
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "packed"),
-    [("deepseek_v3", 90_775, 44_544 + 174), ("kimi_k2", 139_156, 69_120 + 180 - 180), ("qwen3_moe", 73_041, 36_096)],
-)
-def test_the_full_size_is_planned(name: str, tensors: int, packed: int, tmp_path: Path) -> None:
+def test_the_full_size_of_deepseek_v3_is_planned(tmp_path: Path) -> None:
     """One shard of true headers over a hole."""
-    config = config_of(name)
-    config.pop("quantization_config", None)
+    config = config_of("deepseek_v3")
+    del config["quantization_config"]  # as bf16
     found, _ = layout_of(config)
     ordered = glm_layout.stored_order(glm_layout.Tensor(n, p.shape, p.dtype) for n, p in found.items())
     head = glm_layout.header(ordered)
@@ -337,8 +335,9 @@ def test_the_full_size_is_planned(name: str, tensors: int, packed: int, tmp_path
         file.truncate(len(head) + sum(tensor.nbytes for tensor in ordered))
     (tmp_path / "config.json").write_text(json.dumps(config))
     planned = glmquant.plan(tmp_path, targets=NEWEST)
-    assert sum(job.quantized for job in planned.plan.jobs) == packed
-    assert len(planned.plan.weight_map) == len(found) + packed == tensors
+    packed = sum(job.quantized for job in planned.plan.jobs)
+    assert packed == 58 * (256 + 1) * 3
+    assert len(planned.plan.weight_map) == 46_183 + packed
     elements = sum(job.source.numel for job in planned.plan.jobs if job.quantized)
     assert planned.plan.total_size == planned.plan.bytes_in - 2 * elements + elements // 2 + elements // 32
 
@@ -457,7 +456,7 @@ def test_a_new_model_of_a_known_family_is_served(toy: Any, tmp_path: Path) -> No
         (("tensors", "every"), {"a.weight": [1]}, "tensors.every: no such kind of layer"),
         (("tensors", "all"), {"a.weight": ["width ** 9"]}, "tensors.all.a.weight: 'width ** 9' is no size"),
         (("tensors", "all"), {"a.weight": ["__import__('os')"]}, "is no size"),
-        (("tensors", "all"), {"a.weight": "width"}, "tensors.all.a.weight: shape must be a list of sizes"),
+        (("tensors", "all"), {"a.weight": "width"}, "tensors.all.'a.weight': shape must be a list of sizes"),
         (("roles", "sideways"), ["q_proj"], "unknown key 'sideways' in roles"),
         (("mtp", "kinds"), ["sparse"], "mtp.kinds: unknown kind 'sparse'"),
     ],
@@ -479,10 +478,10 @@ def test_a_config_without_its_inner_map_is_refused_by_name(toy: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1, [-1], ["1"], [0] * 3000])
-def test_a_list_of_layer_numbers_must_be_one(toy: Any, value: Any) -> None:
+def test_a_list_of_layer_numbers_must_be_one(toy: Any, value: object) -> None:
     config = json.loads(json.dumps(TOY_CONFIG))
     config["llm"]["plain_layers"] = value
-    with pytest.raises(CheckpointError, match="plain_layers is .*, a list of layer numbers is needed"):
+    with pytest.raises(CheckpointError, match=r"plain_layers is .*, a list of layer numbers is needed"):
         read_layers(config, load_architecture("toy_moe").keys)
 
 

@@ -55,8 +55,8 @@ def recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-fp8",
         action="store_true",
-        help="of a block-scaled FP8 source: leave un-quantized modules FP8 (default: they become bf16) where all targets "
-        "read that: 'sglang>=0.5.21', vllm, or fewer modules for 'sglang>=0.5.23,vllm'",
+        help="of a block-scaled FP8 source: leave un-quantized modules FP8 (default: they become bf16) where all "
+        "targets read that: 'sglang>=0.5.21', vllm, or fewer modules for 'sglang>=0.5.23,vllm'",
     )
 
 

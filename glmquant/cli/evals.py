@@ -182,23 +182,23 @@ def _eval_lines(one: Comparison, done: Comparisons) -> list[str]:
     ]
     lines = [
         f"{one.name}: {what.get(one.verdict, one.verdict)}",
-        f"  A {asked[0]}, B {asked[1]}: difference {one.difference:+.3f}",
-        f"  {1 - done.alpha:.0%} interval {one.low:+.3f} to {one.high:+.3f} ({one.method})",
+        f"  A {asked[0]}, B {asked[1]}: difference {_signed(one.difference)}",
+        f"  {100 - 100 * done.alpha:g}% interval {_signed(one.low)} to {_signed(one.high)} ({one.method})",
     ]
-    if one.normal_low is not None:
-        lines.append(f"  by the normal approximation {one.normal_low:+.3f} to {one.normal_high:+.3f}")
+    if one.normal_low is not None and one.normal_high is not None:
+        lines.append(f"  by the normal approximation {_signed(one.normal_low)} to {_signed(one.normal_high)}")
     lines.append(
-        f"  {1 - 2 * done.alpha:.0%} interval {one.inner_low:+.3f} to {one.inner_high:+.3f}; "
-        f"p of equivalence {one.p_equivalent:.2g}, of a difference {one.p_different:.2g}"
-        + (f" ({one.p_holm:.2g} as one of {len(done.evals)}, Holm)" if len(done.evals) > 1 else "")
+        f"  {100 - 200 * done.alpha:g}% interval {_signed(one.inner_low)} to {_signed(one.inner_high)}; "
+        f"p of equivalence {_p(one.p_equivalent)}, of a difference {_p(one.p_different)}"
+        + (f" ({_p(one.p_holm)} as one of {len(done.evals)}, Holm)" if len(done.evals) > 1 else "")
     )
     if one.gained is not None:
         lines.append(f"  of {one.paired:,} questions only A has {one.lost:,} right, only B {one.gained:,}")
     if one.verdict == "undecided":
         unit = "questions, paired," if one.paired else "questions an arm"
         lines.append(
-            f"  needs about {_about(one.needed)} {unit} for {done.power:.0%} power to show that B is not worse by more "
-            f"than {_points(done.margin)}, {_about(one.needed_both)} that it is not better either"
+            f"  needs about {_about(one.needed)} {unit} for {100 * done.power:g}% power to show that B is not worse by "
+            f"more than {_points(done.margin)}, {_about(one.needed_both)} that it is not better either"
             + (f": {_about(one.more)} more" if one.more else "")
         )
     return [*lines, *(f"  note: {note}" for note in one.notes)]
@@ -206,6 +206,14 @@ def _eval_lines(one: Comparison, done: Comparisons) -> list[str]:
 
 def _points(share: float) -> str:
     return f"{share * 100:g} point{'s' * (share != 0.01)}"
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.3f}" if abs(share) >= 0.0005 or not share else f"{share:+.1g}"
+
+
+def _p(value: float) -> str:
+    return f"{value:.2g}" if value > 1e-16 else "below 1e-16"
 
 
 def _about(count: int) -> str:

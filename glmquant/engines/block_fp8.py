@@ -423,8 +423,8 @@ def _layer(module: str, layers: Layers) -> str:
 
 
 def _built(spec: Any, engine: str) -> str:
-    if is_block_fp8(spec, engine):
-        return "fp8"
+    if is_block_fp8(spec):
+        return "fp8" if is_block_fp8(spec, engine) else "unread"
     weight = spec.get("weight") if isinstance(spec, dict) else None
     return "mxfp4" if isinstance(weight, dict) and weight.get("dtype") == "fp4" else "other"
 
@@ -434,12 +434,12 @@ def _worst(
 ) -> ModuleVerdict | None:
     """The worst that becomes of what is stored for `member` (the module itself, or a shared expert fused into it)."""
     kinds = {kind for _, kind in stored.parts(member)}
-    if not kinds or (BLOCK_FP8 not in kinds and built != "fp8"):
+    if not kinds or (BLOCK_FP8 not in kinds and built not in ("fp8", "unread")):
         return None
     names = {fp8.scales.get(part) for part in _fp8_parts(member, stored)} - {None}
     read = _names_of(engine, release, place.prefix, stored.layers)
     wrong: set[str] = set()
-    if built == "fp8" and not names_read(engine, release, stored.layers):
+    if built == "unread" or (built == "fp8" and not names_read(engine, release, stored.layers)):
         wrong.add(f"fp8.unread.{place.kind}")
     elif built == "fp8":
         wrong |= {f"fp8.over_{kind}.{place.kind}" for kind in kinds & {"mxfp4", "plain"}}

@@ -123,9 +123,9 @@ class Sglang:
             role: {
                 k for m in modules if m.role == role and (m.shared or m.kind == "experts") for _, k in stored.parts(m)
             }
-            for role in roles
+            for role in ("target", "draft")
         }
-        if len(kinds.get("target", "x")) != 1:  # the veto is needed: the gate answers for the whole model
+        if len(kinds["target"]) != 1:  # the veto is needed: the gate answers for the whole model
             return []
         text, prefix = load_rules(self.name)["mistakes"]["unfused"], containers_of(self.name, layers)
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from glmquant.errors import GlmquantError
 from glmquant.serving.aiter_tables import Row, Tables
 from glmquant.serving.kernel_keys import KernelShape, buckets, kernel_shapes, most_tokens, rules
 from glmquant.serving.launch import Launch
@@ -57,10 +58,12 @@ def look_up(
 ) -> KeyReport:
     """Look every key up that a launch will ask for, and those that it would with the shared experts the other way.
 
-    Raises: as kernel_shapes.
+    Raises: as kernel_shapes; GlmquantError also for max_tokens below 1.
     """
-    rule = tables.rule if tables else rules()["unknown"]
-    counts = buckets(rule, max_tokens or most_tokens(launch))
+    most = most_tokens(launch) if max_tokens is None else max_tokens
+    if most < 1:
+        raise GlmquantError(f"{most} tokens at once are none", "--max-tokens wants a positive number.")
+    counts = buckets(tables.rule if tables else rules()["unknown"], most)
     served = kernel_shapes(subject, launch, hardware)
     lines = [_line(shape, served=True, tables=tables, counts=counts, base=subject) for shape in served]
     if subject.fusable:

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from glmquant.checks import SIZES
 from glmquant.engines.model import DISABLE_FUSION
 from glmquant.errors import GlmquantError
@@ -109,8 +111,10 @@ def make_launch(
     """
     if not in_range(release, settings.releases):
         raise GlmquantError(f"{settings.name} {release}: flags are known for {settings.releases} only")
-    tp, dp, ep = wish.tp or profile.tp, wish.dp or profile.dp, wish.ep or 1
-    _check_sizes(subject, hardware, tp, dp, wish.gpus or hardware.gpus)
+    tp = profile.tp if wish.tp is None else wish.tp
+    dp = profile.dp if wish.dp is None else wish.dp
+    ep = 1 if wish.ep is None else wish.ep
+    _check_sizes(subject, hardware, tp, dp, hardware.gpus if wish.gpus is None else wish.gpus)
     _check_experts(subject, settings, tp, dp, ep)
     depth, notes = _draft_depth(subject, settings, profile, release, wish.draft_depth, guard)
     _check_loads(subject, depth)
@@ -131,7 +135,7 @@ def make_launch(
         "draft_depth": str(depth),
         "draft_tokens": str(depth + 1),
         "host": wish.host or "",
-        "port": str(wish.port or ""),
+        "port": "" if wish.port is None else str(wish.port),
         "engine": settings.name,
         "release": release,
     }
@@ -140,7 +144,7 @@ def make_launch(
         return tuple(_fill(row, words) for row in rows if row.applies(profile.name, release, conditions))
 
     env, flags = chosen(settings.env), chosen(settings.flags)
-    if subject.target.release != release:
+    if Version(release).public != subject.target.release:
         notes.append(
             f"{settings.name} {release} is not modelled: what is said here holds for {subject.target.release}."
         )

@@ -34,6 +34,7 @@ class Sibling:
     config: str
     changes: dict[str, Any] = field(default_factory=lambda: SMALL)
     engines: tuple[str, ...] = ("sglang", "vllm")
+    form: str = "auto"
 
     @property
     def has_mtp(self) -> bool:
@@ -57,8 +58,8 @@ SIBLINGS = {
         Sibling("kimi_k2", "kimi_k2"),
         Sibling("kimi_k2 384 experts", "kimi_k2", FUSING | {"n_routed_experts": 384}),
         Sibling("qwen3_moe", "qwen3_moe"),
-        # sglang 0.5.23 builds experts on every layer of a Qwen3 model
-        Sibling("qwen3_moe dense layer", "qwen3_moe", SMALL | {"mlp_only_layers": [1]}, ("vllm",)),
+        # sglang builds experts on every layer of a Qwen3 model; vLLM asks for gate_up_proj, which only a regex can name
+        Sibling("qwen3_moe dense layer", "qwen3_moe", SMALL | {"mlp_only_layers": [1]}, ("vllm",), "regex"),
         Sibling("glm-5", "glm-5", {"hidden_size": 256}),
     )
 }
@@ -70,7 +71,7 @@ def targets(sibling: Sibling) -> str:
 
 
 def quantized(sibling: Sibling, source: Path, out: Path, **options: Any) -> Path:
-    glmquant.quantize(source, out, targets=targets(sibling), **options)
+    glmquant.quantize(source, out, targets=targets(sibling), form=sibling.form, **options)
     return out
 
 

@@ -36,6 +36,8 @@ MANY = {
     "mlp_layer_types": ["dense", "sparse"],
     "indexer_types": ["full"] * 2,
 }
+# The last one that reads no FP8 beside MXFP4, and those that do; older ones differ in nothing that matters here.
+READERS = [release for release in harness.releases("sglang") if release >= "0.5.20"]
 RECIPES = ("moe", "moe-mtp", "routed", "routed-mtp")
 SGLANG, NEWEST, VLLM = "sglang>=0.5.21", "sglang>=0.5.23", "vllm"
 PLAIN = ("lm_head", "embed_tokens", "mlp.gate", "eh_proj", "weights_proj")
@@ -78,7 +80,7 @@ def edited(folder: Path, to: Path, edit: Callable[[dict[str, Any]], object]) -> 
     to.mkdir()
     for path in folder.iterdir():
         if path.name != "config.json" and not path.is_dir():
-            (to / path.name).symlink_to(path)
+            (to / path.name).hardlink_to(path)
     config = json.loads((folder / "config.json").read_bytes())
     edit(config["quantization_config"])
     (to / "config.json").write_text(json.dumps(config))
@@ -92,15 +94,19 @@ def judge(engine: str, release: str, folders: list[Path]) -> list[tuple[str, str
         report = glmquant.validate(folder, targets=f"{engine}=={release}")
         raised = any(answer[role]["error"] for role in ("target", "draft"))
         real = "ok" if answer["ok"] else "crash" if raised else "silent misload"
-        found.append((real, report.verdicts[f"{engine} {release}"].value))
+        # a verdict may suppose a launch flag, without which it does not load
+        flagged = f"{engine} {release}" in report.flags
+        found.append((real, "crash" if flagged else report.verdicts[f"{engine} {release}"].value))
     return found
 
 
 @pytest.mark.parametrize("release", harness.releases("sglang"))
 def test_sglang_reads_what_was_made_for_it(release: str, make: Callable[..., Path]) -> None:
-    made = [(targets, make(recipe, targets)) for targets in (SGLANG, NEWEST, VLLM) for recipe in RECIPES]
-    made += [(f"{NEWEST},{VLLM}", make(recipe, f"{NEWEST},{VLLM}")) for recipe in RECIPES]
-    made += [(targets, make(recipe, targets, many=True)) for targets in (SGLANG, NEWEST) for recipe in RECIPES]
+    both = f"{NEWEST},{VLLM}"
+    made = [(NEWEST, make(recipe, NEWEST)) for recipe in RECIPES]
+    made += [(targets, make(recipe, targets)) for targets in (SGLANG, VLLM, both) for recipe in ("moe", "routed")]
+    made += [(SGLANG, make(recipe, SGLANG, many=True)) for recipe in RECIPES]
+    made += [(both, make("routed", both, many=True))]
     answers = judge("sglang", release, [folder for _, folder in made])
     number = tuple(int(part) for part in release.split(".")[:3])
     for (targets, folder), (real, ours) in zip(made, answers, strict=True):
@@ -151,7 +157,8 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("engine", "release"), [(engine, release) for engine in ("sglang", "vllm") for release in harness.releases(engine)]
+    ("engine", "release"),
+    [("sglang", release) for release in READERS] + [("vllm", r) for r in harness.releases("vllm")],
 )
 @pytest.mark.parametrize("made_for", [NEWEST, VLLM])
 def test_mistakes_have_the_verdict_that_the_engine_gives(
@@ -174,7 +181,7 @@ FUSION = {
 }
 
 
-@pytest.mark.parametrize("release", harness.releases("sglang"))
+@pytest.mark.parametrize("release", READERS)
 def test_keys_of_the_shared_expert_switch_fusion_off_or_not(
     release: str, make: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -21,9 +21,10 @@ from glmquant.engines.model import rules_for
 from glmquant.serving.aiter_tables import open_tables
 from glmquant.serving.doctor import examine_stack, observed
 from glmquant.serving.guard import find_guard, patch
-from glmquant.serving.launch import Launch, Wish
-from glmquant.serving.settings import PROFILES
+from glmquant.serving.launch import Launch, Wish, make_launch
+from glmquant.serving.settings import PROFILES, engine_settings, hardware, profiles
 from glmquant.serving.stack import open_stack
+from glmquant.serving.subject import nearest, read_subject
 
 pytestmark = pytest.mark.conformance
 
@@ -44,13 +45,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def launches(folders: dict[str, Path], engine: str, release: str) -> list[Launch]:
     """Every profile of every recipe, and the rest of the flags."""
-    found = [
-        pipeline.launch(folder, profile=profile, engine=engine, release=release, wish=Wish(host="::1", port=30001))
-        for folder in folders.values()
-        for profile in PROFILES
-    ]
-    wish = Wish(ep=8, draft_depth=0)
-    return [*found, pipeline.launch(folders["moe"], engine=engine, release=release, wish=wish)]
+    subjects = {recipe: read_subject(folder, nearest(engine, release)) for recipe, folder in folders.items()}
+
+    def launch(recipe: str, profile: str, wish: Wish) -> Launch:
+        return make_launch(subjects[recipe], engine_settings(engine), profiles()[profile], hardware(), release, wish)
+
+    found = [launch(recipe, name, Wish(host="::1", port=30001)) for recipe in RECIPES for name in PROFILES]
+    return [*found, launch("moe", "latency", Wish(ep=8, draft_depth=0))]
 
 
 def parse(engine: str, release: str, lines: list[list[str]]) -> list[dict[str, Any]]:
