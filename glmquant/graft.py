@@ -567,11 +567,11 @@ def _lay_out(donor: Donor, names: Sequence[str], packed: frozenset[str], stem: s
         tensor, module = donor.offers[name], donor.architecture.module(module_name(name), donor.layers)
         quantize = name.endswith(".weight") and module.group in packed
         if quantize:
-            planner._check_quantizable(tensor, donor.architecture)
-        fates += planner._fates(tensor, module, quantize, {})
-    packs = planner._pack(fates, SHARD_SIZE)
+            planner.check_quantizable(tensor, donor.architecture)
+        fates += planner.fates_of(tensor, module, quantize, {})
+    packs = planner.pack(fates, SHARD_SIZE)
     files = [f"{stem}-{n:05}-of-{len(packs):05}.safetensors" for n in range(1, len(packs) + 1)]
-    return tuple(planner._lay_out(file, METADATA, pack) for file, pack in zip(files, packs, strict=True))
+    return tuple(planner.lay_out(file, METADATA, pack) for file, pack in zip(files, packs, strict=True))
 
 
 def _index(checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo], parameters: int) -> dict[str, Any]:

@@ -205,17 +205,17 @@ def make_plan(
         fates = []
         for tensor in parts[header.file]:
             if tensor.name in packed:
-                _check_quantizable(tensor, architecture)
-            fates += _fates(tensor, modules[tensor.name], tensor.name in packed, kept)
+                check_quantizable(tensor, architecture)
+            fates += fates_of(tensor, modules[tensor.name], tensor.name in packed, kept)
         all_fates += fates
         if max_shard_size is None:
-            shards.append(_lay_out(header.file, header.metadata, fates))
+            shards.append(lay_out(header.file, header.metadata, fates))
     if max_shard_size is not None:
         metadata = checkpoint.shards[0].metadata if checkpoint.shards else {}
-        packs = _pack(all_fates, max_shard_size)
+        packs = pack(all_fates, max_shard_size)
         names = [f"model-{n:05}-of-{len(packs):05}.safetensors" for n in range(1, len(packs) + 1)]
         names = names if len(packs) > 1 else [SINGLE]
-        shards = [_lay_out(name, metadata, pack) for name, pack in zip(names, packs, strict=True)]
+        shards = [lay_out(name, metadata, fates) for name, fates in zip(names, packs, strict=True)]
     plan = Plan(recipe, architecture, layers, tuple(shards), bf16)
     if not any(job.quantized for job in plan.jobs):
         raise RecipeError(f"recipe {recipe.name!r} quantizes nothing in this checkpoint")
@@ -273,13 +273,14 @@ def _cannot_keep(layers: Layers, targets: Sequence[Target]) -> RecipeError:
     return RecipeError(f"--keep-fp8: no module can stay FP8 for all targets: {'; '.join(what)}", hint)
 
 
-def _fates(tensor: TensorInfo, module: Module, packed: bool, kept: Mapping[str, str]) -> list[Fate]:
+def fates_of(tensor: TensorInfo, module: Module, packed: bool, kept: Mapping[str, str]) -> list[Fate]:
+    """What becomes of a source tensor; `kept` are FP8 weights that stay so -> the name that their scale gets."""
     if not (isinstance(tensor, Fp8Weight) and tensor.name in kept):
         return [(tensor, module, packed)]
     return [(part, module, False) for part in as_copies(tensor, kept[tensor.name])]
 
 
-def _pack(fates: list[Fate], limit: int) -> list[list[Fate]]:
+def pack(fates: list[Fate], limit: int) -> list[list[Fate]]:
     """Layer by layer (what is in none comes first), in the source's order; a weight and its scale stay together."""
     together: list[list[Fate]] = []
     for fate in sorted(fates, key=lambda fate: -1 if fate[1].layer is None else fate[1].layer):
@@ -311,7 +312,8 @@ def _outputs(fate: Fate) -> list[tuple[str, str, tuple[int, ...]]]:
     ]
 
 
-def _lay_out(file: str, metadata: dict[str, str], fates: list[Fate]) -> ShardPlan:
+def lay_out(file: str, metadata: dict[str, str], fates: list[Fate]) -> ShardPlan:
+    """A shard in the reference writer's order: its header, and every output byte's place."""
     rows = [row for fate in fates for row in _outputs(fate)]
     position, placed = 0, {}
     header_rows = []
@@ -330,7 +332,13 @@ def _lay_out(file: str, metadata: dict[str, str], fates: list[Fate]) -> ShardPla
     return ShardPlan(file, header, jobs, len(header) + position)
 
 
-def _check_quantizable(tensor: TensorInfo, architecture: Architecture) -> None:
+def check_quantizable(tensor: TensorInfo, architecture: Architecture) -> None:
+    """Refuse what has no MXFP4 form.
+
+    Raises:
+        RecipeError: an embedding.
+        CheckpointError: not 2-D, or rows that do not divide into blocks.
+    """
     where = f"{tensor.shard}: tensor {tensor.name!r}"
     if module_name(tensor.name) in architecture.lookups:
         raise RecipeError(f"{where} is looked up by row, not multiplied: no engine reads it packed", "Leave it out.")

@@ -354,6 +354,26 @@ def test_measured_systems_are_compared_only_under_the_same_load_and_limits(
     assert "no load of" in capsys.readouterr().err
 
 
+def test_the_ttft_is_that_of_answered_requests(tmp_path: Path) -> None:
+    """A stream that broke off had a first token, too; one that was refused has 0."""
+    args = bench_serving.argparse.Namespace(
+        gsp_system_prompt_len=10,
+        gsp_question_len=10,
+        backend="b",
+        dataset_name="d",
+        request_rate="1",
+        max_concurrency=None,
+    )
+    rows = [
+        {"ok": ok, "ttft": ttft, "tokens": 10, "texts": 10, "latency": ttft + 1, "error": "" if ok else "broken"}
+        for ok, ttft in ((True, 1.0), (True, 3.0), (False, 0.01), (False, 0.0))
+    ]
+    (tmp_path / "r.jsonl").write_text(json.dumps(bench_client.result(args, rows, 10.0)))
+    found = bench_serving.step_of(tmp_path / "r.jsonl", Load(20, 10, 0.5, 2, 4, 1.0), nodes=2)
+    assert (found.ttft_p50, found.ttft_p95) == (2.0, pytest.approx(2.9))
+    assert (found.success, found.tok_s, found.error) == (0.5, 1.0, "broken")  # 20 tokens in 10 s on two nodes
+
+
 @pytest.mark.parametrize("line", ["", "[]", "{}", '{"completed": 3}', "x"])
 def test_a_line_that_is_not_the_clients_is_an_error(line: str, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text(line)

@@ -46,7 +46,19 @@ def error_line(capsys: Capture, *argv: object) -> str:
 
 # help and usage
 
-VERBS = "plan quantize exclusions validate verify mtp report evals serve tune-input doctor".split()
+VERBS = [
+    "plan",
+    "quantize",
+    "exclusions",
+    "validate",
+    "verify",
+    "mtp",
+    "report",
+    "evals",
+    "serve",
+    "tune-input",
+    "doctor",
+]
 
 
 def test_help_names_every_verb(capsys: Capture) -> None:

@@ -135,6 +135,19 @@ def test_runs_that_always_agree_count_once_and_independent_ones_each() -> None:
     assert intervals.arm_of([[1.0, 1.0]] * 50) == Arm(1.0, 50)
 
 
+def test_with_one_answer_each_the_interval_of_runs_is_bonett_and_prices() -> None:
+    gained, lost, n = 3, 9, 200
+    p, q = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
+    half = Z * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    found = intervals.laplace([1.0] * gained + [-1.0] * lost + [0.0] * (n - gained - lost))(Z)
+    assert found == pytest.approx((p - q - half, p - q + half))
+
+
+def test_a_few_questions_that_agree_in_all_runs_prove_nothing() -> None:
+    rows = [[1.0] * 8] * 20
+    assert only(compare(scores(rows), scores(rows))).verdict == "undecided"
+
+
 def test_the_interval_of_clustered_runs_is_that_of_a_bootstrap_over_questions() -> None:
     rng = np.random.default_rng(5)
     chances = rng.beta(6, 1, 400)

@@ -6,6 +6,7 @@ the wheels of sglang 0.5.13.post1-0.5.23 and is compared with every one of them 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def examine_stack(stack: Stack) -> Iterator[Line]:
     if stack.package("sglang"):
         yield from _semantics(stack, release)
         yield _guard(find_guard(stack))
-        yield from _attention(stack, release)
+        yield from _attention(stack)
     yield from _torch(stack)
     yield from _transformers(stack)
     yield _quark(stack)
@@ -177,24 +178,21 @@ def _guard(guard: Guard | None) -> Line:
     )
 
 
-def _attention(stack: Stack, release: str) -> Iterator[Line]:
-    """sglang's kernels of sparse attention on ROCm, where no flag names others."""
-    text = "".join(
-        read_text(stack.find("sglang", [f"srt/{path}"])) for path in ("server_args.py", "arg_groups/overrides.py")
-    )
-    wanted = (
-        "tilelang"
-        if 'dsa_prefill_backend"] = "tilelang"' in text or 'dsa_prefill_backend = "tilelang"' in text
-        else "triton"
-    )
-    if stack.package(wanted):
-        yield Line("sparse-attention", OK, f"{wanted}, which sparse attention uses on ROCm, is installed")
+def _attention(stack: Stack) -> Iterator[Line]:
+    """sglang's kernels of sparse attention on ROCm where no flag names others: tilelang, since 0.5.20 triton."""
+    paths = ("server_args.py", "arg_groups/overrides.py")
+    text = "".join(read_text(stack.find("sglang", [f"srt/{path}"])) for path in paths)
+    named = re.findall(r'dsa_prefill_backend(?:"\])? = "(triton|tilelang)"', text)
+    if not named:
+        yield Line("sparse-attention", NOTE, "which kernels sparse attention uses on ROCm is not known")
+    elif stack.package(named[0]):
+        yield Line("sparse-attention", OK, f"{named[0]}, which sparse attention uses on ROCm, is installed")
     else:
         yield Line(
             "sparse-attention",
             FIX,
-            f"sparse attention uses {wanted} on ROCm, and it is not installed",
-            f"Install {wanted} as the ROCm image of this release has it.",
+            f"sparse attention uses {named[0]} on ROCm, and it is not installed",
+            f"Install {named[0]} as the ROCm image of this release has it.",
             "sglang arg_groups/overrides.py _dsa_split_backend_resolution",
         )
 

@@ -113,6 +113,8 @@ def test_doctor_reads_the_wheel_as_the_model_says(release: str, tmp_path: Path) 
     lines = {line.code: line for line in examine_stack(stack)}
     assert lines["sglang"].status == "ok" and lines["sglang"].text == f"sglang {release}"
     assert {lines[code].status for code in ("draft-list", "veto", "container-leaf")} == {"ok"}
+    kernels = "triton" if Version(release) >= Version("0.5.20") else "tilelang"
+    assert lines["sparse-attention"].text == f"sparse attention uses {kernels} on ROCm, and it is not installed"
     guard = find_guard(stack)
     assert guard and guard.present is (Version(release) >= Version("0.5.15"))
     assert lines["rocm-guard"].status == ("ok" if guard.present else "fix")
