@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -79,9 +79,11 @@ def streaming(behaviour: Behaviour, model: str = "tiny") -> Iterator[str]:
                     self._stream(body, behaviour.cut > 0 and number % behaviour.cut == 0)
             except OSError:  # the client has gone
                 self.close_connection = True
-            finally:
-                with behaviour.lock:
-                    behaviour.waiting -= 1
+                self._leave()
+
+        def _leave(self) -> None:
+            with behaviour.lock:
+                behaviour.waiting -= 1
 
         def _stream(self, body: dict[str, Any], cut: bool) -> None:
             chat = self.path.startswith("/v1/chat")
@@ -95,16 +97,16 @@ def streaming(behaviour: Behaviour, model: str = "tiny") -> Iterator[str]:
                 if i:
                     time.sleep(behaviour.each)
                 if cut and i >= count // 2:
-                    self.close_connection = True  # without the last chunk: the client sees a broken transfer
-                    self.connection.close()
-                    return
+                    raise ConnectionError  # without the last chunk: the client sees a broken transfer
                 choice = {"index": 0, **({"delta": {"content": " a"}} if chat else {"text": " a"})}
                 event: dict[str, Any] = {"model": body["model"], "choices": [choice]}
                 if behaviour.usage:
                     event["usage"] = {"prompt_tokens": 1, "completion_tokens": i + 1}
                 self._chunk(f"data: {json.dumps(event)}\n\n".encode())
             self._chunk(b"data: [DONE]\n\n")
-            self._chunk(b"")
+            self._leave()  # before the client knows: its next request may come at once
+            with suppress(OSError):
+                self._chunk(b"")
 
         def _chunk(self, content: bytes) -> None:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))

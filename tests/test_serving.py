@@ -375,6 +375,12 @@ def test_what_the_published_table_has_and_what_fusion_off_costs(tmp_path: Path) 
     }
 
 
+def test_sglang_fuses_no_other_number_of_experts() -> None:
+    few = replace(subject(), layers=replace(subject().layers, routed_experts=64))
+    assert subject().fusable and not few.fusable and not subject("routed").fusable
+    assert replace(few, target=nearest("vllm", "0.33.0")).fusable
+
+
 def test_an_entry_that_switches_fusion_off_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install_aiter(tmp_path, published_rows())
     entry = "model.decoder.mlp.shared_experts.down_proj"

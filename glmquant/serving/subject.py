@@ -14,6 +14,7 @@ from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
 from glmquant.checkpoint.source import inspect
 from glmquant.engines.model import Evaluation, Stored
+from glmquant.engines.sglang import Sglang
 from glmquant.engines.targets import ENGINES, Target, evaluate
 from glmquant.errors import CheckpointError, GlmquantError
 from glmquant.findings import Report
@@ -49,7 +50,10 @@ class Subject:
 
     @property
     def fusable(self) -> bool:
-        """Whether the formats of the main layers allow the shared expert among the routed ones."""
+        """Whether formats and numbers allow the shared expert among the routed ones of the main layers."""
+        engine = ENGINES[self.target.engine]
+        if isinstance(engine, Sglang) and not engine.fuses("target", self.target.release, (), self.layers):
+            return False  # whatever the list says
         return self.layers.shared_experts == 1 and self.routed == self.shared == frozenset({"mxfp4"})
 
     @property

@@ -52,7 +52,7 @@ def test_the_real_client_takes_our_flags_and_gives_what_we_read(release: str, tm
     for found in (real, played):
         (step,) = found["steps"]
         assert (step["asked"], step["answered"]) == (24, 20) and step["error"]
-        assert 0.1 <= step["ttft_p50"] <= step["ttft_p95"] < 0.5 and 0.009 < step["tpot_p50"] < 0.04
+        assert 0.1 <= step["ttft_p50"] <= step["ttft_p95"] < 1 and 0.009 < step["tpot_p50"] < 0.1
         assert step["tok_s"] == pytest.approx(10 * step["request_s"])
     lines = [json.loads((tmp_path / name / "raw/rate-24.jsonl").read_text()) for name in ("real", "played")]
     assert lines[1].keys() <= lines[0].keys()
@@ -72,4 +72,4 @@ def test_the_real_client_with_a_server_that_answers_nothing_and_one_after_anothe
         words += ["--tokenizer", str(TOKENIZER), "--python", python, "--input", "100", "--output", "11"]
         assert bench_serving.main(words) == 0
     (step,) = json.loads((tmp_path / "single/results.json").read_text())["steps"]
-    assert step["answered"] == 4 and 0.05 <= step["ttft_p50"] < 0.2
+    assert step["answered"] == 4 and 0.05 <= step["ttft_p50"] < 0.5
