@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ SOURCE, OUTPUT = "/models/GLM-5.2", "/models/GLM-5.2-MXFP4"
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+    return [textwrap.dedent(block) for block in re.findall(rf"^ *```{language}\n(.*?)```", text, re.S | re.M)]
 
 
 def commands() -> Iterator[str]:
@@ -45,6 +46,14 @@ def output(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def full_output(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the real size; the small one cannot be cut for 8 GPUs."""
+    out = tmp_path_factory.mktemp("readme-full") / "out"
+    make_full_output(full, out, "moe")
+    return out
+
+
 def on_tiny(text: str, tiny: Path, output: Path) -> str:
     """The README's paths of the real model, as the small one's."""
     return text.replace(OUTPUT, str(output)).replace(SOURCE, str(tiny))
@@ -55,9 +64,35 @@ def test_the_readme_has_no_command_that_is_not_run_here() -> None:
     assert SCRIPTS == ["scripts/quickstart.sh", "scripts/test.sh"]
 
 
-@pytest.mark.parametrize("command", [c for c in GLMQUANT if not c.startswith("glmquant quantize")])
+SERVING = [c for c in GLMQUANT if c.split()[1] in ("serve", "tune-input", "doctor")]
+
+
+@pytest.mark.parametrize("command", SERVING)
+def test_commands_about_serving_run(command: str, full_output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(shlex.split(command.replace(OUTPUT, str(full_output)))[1:])
+    out, err = capsys.readouterr()
+    assert not err
+    if command.startswith("glmquant doctor"):
+        assert code == 1 and "fix   sglang is not installed here" in out
+    elif command.startswith("glmquant serve"):
+        assert code == 0 and "--speculative-num-steps" in out
+    else:
+        assert "257" in out
+
+
+def test_the_published_table_is_undecided(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = (c for c in GLMQUANT if c.startswith("glmquant evals compare"))
+    assert main(shlex.split(command)[1:]) == 1
+    out = capsys.readouterr().out
+    assert "undecided at 2 points" in out and "-0.048 to +0.028" in out and "1,600 questions an arm" in out
+
+
+ELSEWHERE = ("quantize", "evals", "serve", "tune-input", "doctor")
+
+
+@pytest.mark.parametrize("command", [c for c in GLMQUANT if c.split()[1] not in ELSEWHERE])
 def test_commands_of_the_readme_run(command: str, tiny: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if command.startswith(("glmquant verify", "glmquant report")):  # the weights are read
+    if command.startswith(("glmquant verify", "glmquant report", "glmquant mtp")):  # the weights are read
         output = support.output(tiny, "moe").output
     words = shlex.split(on_tiny(command, tiny, output))[1:]
     assert main(words) == 0, capsys.readouterr().err
@@ -121,9 +156,22 @@ def test_the_architecture_section_names_every_module() -> None:
 
 
 def test_every_option_of_every_verb_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("plan", "quantize", "exclusions", "validate", "verify"):
+    for verb in (
+        "plan",
+        "quantize",
+        "exclusions",
+        "validate",
+        "verify",
+        "mtp graft",
+        "report",
+        "serve",
+        "tune-input",
+        "doctor",
+        "evals run",
+        "evals compare",
+    ):
         with pytest.raises(SystemExit, match="0"):
-            main([verb, "--help"])
+            main([*verb.split(), "--help"])
         text = capsys.readouterr().out
         assert re.search(rf"usage: glmquant {verb}", text)
         assert f"glmquant {verb}" in README

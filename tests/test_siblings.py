@@ -276,6 +276,16 @@ def test_with_no_modelled_target_the_list_has_the_checkpoints_names_and_says_so(
         glmquant.diff_exclusions(tmp_path / "out", tmp_path / "out", targets="atom")
 
 
+def test_a_release_that_is_not_modelled_gives_no_answer(tiny: dict[str, Path]) -> None:
+    found = glmquant.plan(tiny["deepseek_v3"], targets=NEWEST).exclusions
+    for target in ("sglang 0.5.22", "atom 2026.10"):
+        with pytest.raises(GlmquantError, match=r"not modelled for deepseek_v3"):
+            found.matches("model.layers.1.self_attn.o_proj", target)
+    assert found.matches("model.layers.1.self_attn.o_proj", "sglang 0.5.23") == {
+        "model.layers.1.self_attn.o_proj": True
+    }
+
+
 def test_what_an_engine_does_whatever_the_list_says_is_a_note(tiny: dict[str, Path]) -> None:
     for name in ("deepseek_v3", "kimi_k2"):
         notes = [str(need) for need in glmquant.plan(tiny[name], targets=NEWEST).exclusions.needs]

@@ -423,9 +423,8 @@ def test_every_code_has_a_test() -> None:
     for module in (checks, validator):
         text = Path(str(module.__file__)).read_text()
         known |= set(re.findall(r'(?:Mistake|Finding|wrong|self\._finding)\(\s*"([a-z0-9-]+)"', text))
-    assert (
-        len(known) > 30 and known - tested - {"config", "not-modelled", "engine-note", "not-served"} == set()
-    )  # the latter: test_siblings.py
+    elsewhere = {"not-modelled", "engine-note", "not-served"}  # test_siblings.py
+    assert len(known) > 30 and known - tested - elsewhere - {"config"} == set()
 
 
 # The field: what people ran into (sections A to C of our collection of public threads)
@@ -546,7 +545,7 @@ def test_case_18_scale_of_a_block_fp8_layer_under_quarks_name(tmp_path: Path) ->
             put(f"{P1}.self_attn.o_proj.weight_scale", "F32", 48, 128),
         )
     )
-    assert {"weight-dtype", "scale-orphan"} <= set(codes(report)) and not report.ok
+    assert "fp8-unread" in codes(report) and not report.ok
 
 
 def test_case_19_scale_named_after_the_quantizer(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from glmquant.checkpoint.layers import Layers
 
 Shape = tuple[int, ...]
+MAX_SIZE_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def parse_size(text: str) -> ast.expr:
     Raises:
         ValueError: it is something else than names, numbers, +, -, *, // and parentheses.
     """
+    if len(text) > MAX_SIZE_TEXT:
+        raise ValueError(f"a text of {len(text):,} characters is no size")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:

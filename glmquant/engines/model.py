@@ -14,6 +14,7 @@ import yaml
 from packaging.version import Version
 
 from glmquant.checkpoint.layers import Layers
+from glmquant.errors import GlmquantError
 
 DISABLE_FUSION = "--disable-shared-experts-fusion"
 
@@ -178,10 +179,13 @@ def family_rules(name: str, family: str) -> dict[str, Any]:
     """What an engine does with a family of models, whatever the release: its own rules over the common ones.
 
     Raises:
-        KeyError: the family is not modelled.
+        GlmquantError: the family is not modelled.
     """
     data = load_rules(name)
-    return {**data["common"], **data["families"][family]}
+    rules = data["families"].get(family, {})
+    if "blocks" not in rules:
+        raise GlmquantError(f"{name} is not modelled for {family}", "Name other engines with --targets.")
+    return {**data["common"], **rules}
 
 
 def notes_on(name: str, family: str) -> tuple[str, ...]:
@@ -208,8 +212,10 @@ def rules_for(name: str, release: str, family: str = "glm_moe_dsa") -> dict[str,
 
     Raises:
         ValueError: the release is older than all that are modelled.
-        KeyError: the family is not modelled.
+        GlmquantError: the release is not modelled for the family.
     """
+    if reason := unmodelled(name, release, family):
+        raise GlmquantError(f"{name} {release}: {reason}", "Name other engines or releases with --targets.")
     wanted = Version(release)
     releases = load_rules(name)["releases"]
     usable = [known for known in releases if Version(known) <= wanted]
