@@ -27,6 +27,7 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
     Names and texts that come from the checkpoint, its path or the command are data: neither HTML nor Markdown.
     """
     name = _plain(str(record["base_model"]).rpartition("/")[2])
+    widened = any(not (job.copied or job.quantized) for job in plan.jobs)
     versions = _plain(", ".join(f"{tool} {number}" for tool, number in record["versions"].items()))
     lines = [
         "---",
@@ -38,7 +39,8 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
         f"Recipe {_code(plan.recipe.name)}: {_plain(plan.recipe.about)}. "
         "Weights are MXFP4 (OCP MX v1.0: E2M1 elements, one E8M0",
         "scale per 32) with AMD Quark's rounding; activations are quantized dynamically by the engine.",
-        "Everything else is byte for byte the source's.",
+        "Everything else is byte for byte the source's"
+        + (", except FP8 weights that became bf16." if widened else "."),
         "",
         "```",
         _one_line(str(record["command"])),

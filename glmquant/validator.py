@@ -378,6 +378,8 @@ def _useless_entries(
     """
     known = {name.rpartition(".")[0] for name in checkpoint.tensors}
     known |= {layers.at(layer).rstrip(".") for layer in layers.mtp}
+    if not targets:  # no engine's modules name the containers
+        known |= {f"{layers.at(layer)}{layers.container}" for layer in (*layers.moe, *layers.mtp)}
     known |= {alias for name in known for alias, _ in architecture.mtp_aliases(name, layers)}
     for engine in dict.fromkeys(target.engine for target in targets):
         for module in build_modules(engine, layers):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving_support import install, install_aiter, published_rows, short_checkpoint, with_exclude
 
-from glmquant import pipeline
+from glmquant import operate
 from glmquant.cli import main
 from glmquant.engines.model import rules_for
 from glmquant.errors import GlmquantError
@@ -114,7 +114,7 @@ def test_what_is_missing_is_to_be_fixed(missing: str, tmp_path: Path) -> None:
     for path in (*tmp_path.glob(f"{missing}*/METADATA"), *tmp_path.glob(f"{missing}/__init__.py")):
         path.unlink()
     (tmp_path / missing).rename(tmp_path / f"not-{missing}")
-    found = pipeline.doctor(site_packages=[tmp_path])
+    found = operate.doctor(site_packages=[tmp_path])
     code = {"tilelang": "sparse-attention"}.get(missing, missing)
     assert [line.code for line in found.lines if line.status == "fix"] == [code] and not found.ok
 
@@ -144,7 +144,7 @@ def test_the_patch_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_checkpoint_whose_kernels_are_tuned(tmp_path: Path) -> None:
-    found = pipeline.doctor(short_checkpoint("moe-mtp"), site_packages=[good(tmp_path)])
+    found = operate.doctor(short_checkpoint("moe-mtp"), site_packages=[good(tmp_path)])
     assert found.ok and statuses(found)["checkpoint"] == "ok"
     keys = [(line.status, line.text.partition(":")[0]) for line in found.lines if line.code == "kernel-keys"]
     assert keys[:2] == [
@@ -156,16 +156,16 @@ def test_a_checkpoint_whose_kernels_are_tuned(tmp_path: Path) -> None:
 
 def test_an_untuned_draft_is_noted_an_untuned_target_is_to_be_fixed(tmp_path: Path) -> None:
     good(tmp_path)
-    found = pipeline.doctor(short_checkpoint("moe"), site_packages=[tmp_path])
+    found = operate.doctor(short_checkpoint("moe"), site_packages=[tmp_path])
     assert found.ok and [line.status for line in found.lines if line.code == "kernel-keys"][:2] == ["ok", "note"]
-    found = pipeline.doctor(short_checkpoint("routed"), profile="throughput", site_packages=[tmp_path])
+    found = operate.doctor(short_checkpoint("routed"), profile="throughput", site_packages=[tmp_path])
     fixes = [line for line in found.lines if line.status == "fix"]
     assert [line.code for line in fixes] == ["kernel-keys"]
     assert "256 experts, top 8: 5 of 16 token counts tuned" in fixes[0].text and "tune-input" in fixes[0].fix
 
 
 def test_what_a_checkpoint_needs_of_an_old_release(tmp_path: Path) -> None:
-    found = pipeline.doctor(short_checkpoint("routed"), site_packages=[good(tmp_path, "0.5.14")])
+    found = operate.doctor(short_checkpoint("routed"), site_packages=[good(tmp_path, "0.5.14")])
     texts = {line.code: line.text for line in found.lines}
     assert "needs --disable-shared-experts-fusion" in texts["flag"]
     assert texts["launch"].startswith("Draft depth 3 instead of 5")
@@ -174,7 +174,7 @@ def test_what_a_checkpoint_needs_of_an_old_release(tmp_path: Path) -> None:
 
 def test_a_lost_fusion_is_to_be_fixed(tmp_path: Path) -> None:
     folder = with_exclude("moe", add=["model.decoder.mlp.shared_experts.down_proj"])
-    found = pipeline.doctor(folder, site_packages=[good(tmp_path)])
+    found = operate.doctor(folder, site_packages=[good(tmp_path)])
     fixes = [line for line in found.lines if line.status == "fix"]
     assert {line.code for line in fixes} == {"fusion", "kernel-keys"}
     assert any("glmquant exclusions fix" in line.fix for line in fixes)
@@ -182,9 +182,9 @@ def test_a_lost_fusion_is_to_be_fixed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_load_or_fit(tmp_path: Path) -> None:
     good(tmp_path)
-    found = pipeline.doctor(with_exclude("moe", []), site_packages=[tmp_path])
+    found = operate.doctor(with_exclude("moe", []), site_packages=[tmp_path])
     assert statuses(found)["checkpoint"] == "fix" and not found.ok
-    found = pipeline.doctor(short_checkpoint("moe"), wish=Wish(tp=3), site_packages=[tmp_path])
+    found = operate.doctor(short_checkpoint("moe"), wish=Wish(tp=3), site_packages=[tmp_path])
     assert next(line for line in found.lines if line.code == "checkpoint").fix == "Legal here: 1, 2, 4, 8, 16."
 
 
@@ -192,7 +192,7 @@ def test_a_table_that_cannot_be_read_is_a_line(tmp_path: Path) -> None:
     good(tmp_path)
     for path in tmp_path.glob("aiter/configs/**/*tuned_fmoe*.csv"):
         path.write_text("")
-    found = pipeline.doctor(short_checkpoint("moe"), site_packages=[tmp_path])
+    found = operate.doctor(short_checkpoint("moe"), site_packages=[tmp_path])
     assert statuses(found)["aiter"] == "fix" and "kernel-keys" not in statuses(found)
 
 

@@ -28,6 +28,7 @@ LEVELS = {
     "glmquant.checkpoint.manifest": ROOM,
     "glmquant.checkpoint.push": ROOM,
     "glmquant.pipeline": 3,
+    "glmquant.operate": 3,
     "glmquant.cli": 4,
     "glmquant.__main__": 5,
 }

@@ -27,7 +27,7 @@ from support import FakeBackend
 from test_sources import fp8  # noqa: F401 (a fixture)
 
 import glmquant
-from glmquant import pipeline
+from glmquant import operate, pipeline
 from glmquant import reporting as room
 from glmquant.checkpoint.source import inspect
 from glmquant.cli import main
@@ -51,7 +51,7 @@ QUANTIZED = "model.layers.4.mlp.experts.3.down_proj.weight"
 def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A report with everything: of all weights, MTP layer included, with the source."""
     out = support.output(tiny, "moe-mtp").output
-    return pipeline.report(out, tiny, html=tmp_path_factory.mktemp("report") / "report.html")
+    return operate.report(out, tiny, html=tmp_path_factory.mktemp("report") / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def full_rows(full_out: Path) -> list[Row]:
 def full_done(full_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Of headers alone. site_packages is a folder without packages: what is installed here must not count."""
     html = tmp_path_factory.mktemp("report") / "full.html"
-    return pipeline.report(full_out, html=html, sample=0, site_packages=[full_out])
+    return operate.report(full_out, html=html, sample=0, site_packages=[full_out])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -215,8 +215,8 @@ def test_kernel_keys_make_a_section_when_there_are_any(done: Written, count: int
 def test_an_fp8_source_is_what_it_stands_for(fp8: tuple[Path, Path], tmp_path: Path) -> None:  # noqa: F811
     coded, plain = fp8
     out = support.output(coded, "moe").output
-    a = pipeline.report(out, coded, html=tmp_path / "a.html")
-    b = pipeline.report(out, plain, html=tmp_path / "b.html")
+    a = operate.report(out, coded, html=tmp_path / "a.html")
+    b = operate.report(out, plain, html=tmp_path / "b.html")
     assert a.summary.compared == b.summary.compared == a.summary.packed > 0
     assert a.jsonl.read_bytes() == b.jsonl.read_bytes()
 
@@ -241,14 +241,14 @@ def test_a_source_with_fused_experts_is_taken_apart(tiny: Path, tmp_path: Path) 
     (fused / "config.json").write_bytes((tiny / "config.json").read_bytes())
     save_file(tensors, fused / "model.safetensors", {"format": "pt"})
     out = support.output(tiny, "moe").output
-    a = pipeline.report(out, fused, html=tmp_path / "a.html")
-    b = pipeline.report(out, tiny, html=tmp_path / "b.html")
+    a = operate.report(out, fused, html=tmp_path / "a.html")
+    b = operate.report(out, tiny, html=tmp_path / "b.html")
     assert a.summary.compared == b.summary.compared > 0
     assert a.jsonl.read_bytes() == b.jsonl.read_bytes()
 
 
 def test_without_a_source_codes_are_counted_and_the_page_says_what_is_missing(tiny: Path, tmp_path: Path) -> None:
-    found = pipeline.report(support.output(tiny, "moe").output, html=tmp_path / "r.html")
+    found = operate.report(support.output(tiny, "moe").output, html=tmp_path / "r.html")
     assert found.ok and found.summary.read == found.summary.packed > 0 == found.summary.compared
     assert not any("sqnr_db" in line for line in lines(found.jsonl))
     assert "Not measured" in words(section(found.html, "sqnr")) and "--source" in found.html.read_text()
@@ -258,7 +258,7 @@ def test_without_a_source_codes_are_counted_and_the_page_says_what_is_missing(ti
 def test_a_source_it_was_not_made_from_is_noticed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "make_backends", lambda *_: [FakeBackend()])
     out = glmquant.quantize(tiny, tmp_path / "out").output
-    found = pipeline.report(out, tiny, html=tmp_path / "r.html")
+    found = operate.report(out, tiny, html=tmp_path / "r.html")
     assert found.validation.ok and not found.ok and found.summary.beyond == found.summary.compared > 0
     assert "further off than MXFP4 rounding can be" in words(section(found.html, "worst"))
 
@@ -279,7 +279,7 @@ def test_what_cannot_be_compared_has_a_note(tiny: Path, tmp_path: Path) -> None:
             save_file({name: tensor for name, tensor in tensors.items() if name != gone}, path, {"format": "pt"})
     with edit_json(source / support.INDEX) as index:
         del index["weight_map"][gone]
-    found = pipeline.report(support.output(tiny, "moe").output, source, html=tmp_path / "r.html")
+    found = operate.report(support.output(tiny, "moe").output, source, html=tmp_path / "r.html")
     notes = {line["name"]: line["note"] for line in lines(found.jsonl) if "note" in line}
     assert notes.keys() == {gone, wide, sick} and found.summary.noted == 3
     assert notes[gone] == "not in the source" and "in the source" in notes[wide] and "NaN or Inf in rows" in notes[sick]
@@ -295,7 +295,7 @@ def test_weights_of_zeros_and_exact_ones_have_no_figure(tmp_path: Path) -> None:
     write_checkpoint(source, {"model.safetensors": {name: ("BF16", [4, 32]) for name in names}})
     stored = {f"{name}{end}": ("U8", [4, n]) for name in names for end, n in (("", 16), ("_scale", 1))}
     write_checkpoint(out, {"model.safetensors": stored})
-    found = pipeline.report(out, source, html=tmp_path / "r.html")
+    found = operate.report(out, source, html=tmp_path / "r.html")
     assert found.summary.compared == 2 and found.summary.overall is None
     assert [line["sqnr_db"] for line in lines(found.jsonl)] == [None, None]
     assert "Every weight compared is exact" in words(parse(found.html))
@@ -308,7 +308,7 @@ def test_a_nan_scale_is_shown(tiny: Path, tmp_path: Path) -> None:
         out,
         lambda name, t: torch.full_like(t, 255) if name == QUANTIZED + "_scale" else t,
     )
-    found = pipeline.report(out, tiny, html=tmp_path / "r.html")
+    found = operate.report(out, tiny, html=tmp_path / "r.html")
     assert "blocks have a NaN scale" in words(section(found.html, "scales"))
     (line,) = (line for line in lines(found.jsonl) if line["name"] == QUANTIZED)
     assert "NaN" in line["note"] and "sqnr_db" not in line
@@ -339,7 +339,7 @@ def test_the_default_sample_of_the_full_size_is_minutes_of_work(full_rows: list[
 
 
 def test_the_page_says_which_share_was_read(tiny: Path, tmp_path: Path) -> None:
-    found = pipeline.report(support.output(tiny, "moe").output, tiny, html=tmp_path / "r.html", sample=0.1)
+    found = operate.report(support.output(tiny, "moe").output, tiny, html=tmp_path / "r.html", sample=0.1)
     assert 0 < found.summary.compared == found.summary.read < found.summary.packed
     text = words(section(found.html, "method"))
     assert f"{found.summary.read:,} of {found.summary.packed:,} MXFP4 weights were read: 10.00% of each layer" in text
@@ -372,7 +372,7 @@ def test_names_of_strangers_are_text(tmp_path: Path) -> None:
     stored = {f"model.layers.0.{evil}.weight{end}": ("U8", [4, n]) for end, n in (("", 16), ("_scale", 1))}
     stored[evil * 9] = ("BF16", [2])
     folder = write_checkpoint(tmp_path / "<i>x", {"<u>.safetensors": stored}, rope=evil)
-    found = pipeline.report(folder, html=tmp_path / "r.html")
+    found = operate.report(folder, html=tmp_path / "r.html")
     text = found.html.read_text()
     root = parse(text)
     assert not {e.tag for e in root.iter()} & {"script", "u"} and "\x1b" not in text and "\u202e" not in text
@@ -465,7 +465,7 @@ def test_a_model_that_is_not_known_still_has_sizes(tmp_path: Path) -> None:
     (source / "config.json").write_text("{}")
     save_file({"a.weight": torch.ones(4, 32), "b.weight": torch.ones(4, 4)}, source / "model.safetensors")
     for original in (None, source):
-        found = pipeline.report(folder, original, html=tmp_path / f"{original is None}.html")
+        found = operate.report(folder, original, html=tmp_path / f"{original is None}.html")
         assert not found.ok and found.summary.tensors == 2 and found.summary.read == 1
         assert "so no engine could be asked" in words(section(found.html, "engines"))
     assert "All weights together have 0.00 dB" in words(section(found.html, "sqnr"))
@@ -484,7 +484,7 @@ def test_a_model_that_is_not_known_still_has_sizes(tmp_path: Path) -> None:
 )
 def test_what_is_no_packed_weight_is_listed_as_it_is(tmp_path: Path, tensors: dict) -> None:
     folder = write_checkpoint(tmp_path / "x", {"model.safetensors": tensors})
-    found = pipeline.report(folder, html=tmp_path / "r.html")
+    found = operate.report(folder, html=tmp_path / "r.html")
     assert found.summary.packed == 0 and found.summary.tensors == len(tensors)
     assert {line["name"]: line["format"] for line in lines(found.jsonl)} == {n: t[0] for n, t in tensors.items()}
 
@@ -493,7 +493,7 @@ def test_a_weight_over_a_hole_that_nobody_can_read_is_left_out(tmp_path: Path) -
     folder = write_checkpoint(tmp_path / "x", {"model.safetensors": {}})
     wide = {"a.weight": ("U8", [1, 16_000_000]), "a.weight_scale": ("U8", [1, 1_000_000])}
     (folder / "model.safetensors").write_bytes(shard(wide))
-    found = pipeline.report(folder, html=tmp_path / "r.html")
+    found = operate.report(folder, html=tmp_path / "r.html")
     assert found.summary.read == 0 and "too large" in lines(found.jsonl)[0]["note"]
 
 
@@ -508,7 +508,7 @@ def test_a_shard_that_is_gone_when_it_is_read_is_a_note(
         return real(*args)
 
     monkeypatch.setattr(room, "measured", then)
-    found = pipeline.report(out, tiny, html=tmp_path / "r.html")
+    found = operate.report(out, tiny, html=tmp_path / "r.html")
     assert found.summary.noted > 0 and "cannot be read" in words(section(found.html, "method"))
 
 
@@ -518,7 +518,7 @@ def test_a_shard_that_is_gone_when_it_is_read_is_a_note(
 def test_the_same_input_gives_the_same_bytes_whatever_the_threads(tiny: Path, done: Written, tmp_path: Path) -> None:
     out = support.output(tiny, "moe-mtp").output
     before = support.fingerprint(out), support.fingerprint(tiny)
-    again = pipeline.report(out, tiny, html=tmp_path / "report.html", workers=5)
+    again = operate.report(out, tiny, html=tmp_path / "report.html", workers=5)
     assert again.html.read_bytes() == done.html.read_bytes()
     assert again.jsonl.read_bytes() == done.jsonl.read_bytes()
     assert (support.fingerprint(out), support.fingerprint(tiny)) == before
@@ -540,7 +540,7 @@ def test_an_existing_file_is_left_alone(tiny: Path, tmp_path: Path, which: str, 
     taken = tmp_path / which
     taken.write_text("mine") if kind == "file" else taken.symlink_to(tmp_path / "nowhere")
     with pytest.raises(OutputError, match=rf"{which} exists\n.*Remove it, or name another"):
-        pipeline.report(out)
+        operate.report(out)
     assert taken.read_text() == "mine" if kind == "file" else taken.is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"out", which}
 
@@ -549,11 +549,11 @@ def test_files_inside_what_is_read_are_refused(tiny: Path, tmp_path: Path) -> No
     out = support.output(tiny, "moe").output
     for html, jsonl in ((out / "r.html", tmp_path / "r"), (tmp_path / "r.html", tiny / "sub" / "r")):
         with pytest.raises(OutputError, match="which a report leaves alone"):
-            pipeline.report(out, tiny, html=html, jsonl=jsonl)
+            operate.report(out, tiny, html=html, jsonl=jsonl)
     with pytest.raises(OutputError, match="cannot be one file"):
-        pipeline.report(out, html=tmp_path / "r", jsonl=tmp_path / "." / "r")
+        operate.report(out, html=tmp_path / "r", jsonl=tmp_path / "." / "r")
     with pytest.raises(OutputError, match=r"r\.jsonl: cannot be written: No such file"):
-        pipeline.report(out, html=tmp_path / "no" / "r.html")
+        operate.report(out, html=tmp_path / "no" / "r.html")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -565,7 +565,7 @@ def test_nothing_is_left_of_a_run_that_fails(
 
     monkeypatch.setattr(room, "make_page", fail)
     with pytest.raises(OutputError if isinstance(error, OSError) else error):
-        pipeline.report(support.output(tiny, "moe").output, html=tmp_path / "r.html")
+        operate.report(support.output(tiny, "moe").output, html=tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -578,7 +578,7 @@ def test_a_file_that_appears_during_the_run_is_left_alone(
 
     monkeypatch.setattr(room, "make_page", appear)
     with pytest.raises(OutputError, match="appeared during the run"):
-        pipeline.report(support.output(tiny, "moe").output, html=tmp_path / "r.html")
+        operate.report(support.output(tiny, "moe").output, html=tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text() == "mine"
 
 
@@ -612,12 +612,12 @@ def test_the_command_says_what_it_wrote(tiny: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("sample", ["-0.1", "1.5", "nan"])
 def test_a_share_that_is_none_is_refused(tiny: Path, tmp_path: Path, sample: str) -> None:
     with pytest.raises(CheckpointError, match="is not a share between 0 and 1"):
-        pipeline.report(tiny, sample=float(sample), html=tmp_path / "r.html")
+        operate.report(tiny, sample=float(sample), html=tmp_path / "r.html")
     assert main(["report", str(tiny), "--sample", sample, "--html", str(tmp_path / "r.html")]) == 1
 
 
 def test_a_source_that_is_none_is_an_error_before_anything_is_written(
-    tiny: Path, tmp_path: Path, call: Callable[..., Any] = pipeline.report
+    tiny: Path, tmp_path: Path, call: Callable[..., Any] = operate.report
 ) -> None:
     out = support.output(tiny, "moe").output
     with pytest.raises(CheckpointError, match="already quantized"):

@@ -34,7 +34,7 @@ from serving_support import (
     with_exclude,
 )
 
-from glmquant import pipeline
+from glmquant import operate
 from glmquant.cli import main
 from glmquant.errors import CheckpointError, GlmquantError, OutputError
 from glmquant.serving import settings
@@ -56,7 +56,7 @@ LATENCY = [
 
 
 def launch(recipe: str = "moe", profile: str = "latency", release: str = "0.5.23", **wish: Any) -> Launch:
-    return pipeline.launch(short_checkpoint(recipe), profile=profile, release=release, wish=Wish(**wish))
+    return operate.launch(short_checkpoint(recipe), profile=profile, release=release, wish=Wish(**wish))
 
 
 @cache
@@ -175,15 +175,15 @@ def test_a_list_that_only_the_draft_trips_over_can_be_served_without_it() -> Non
     entries = json.loads((short_checkpoint("moe") / "config.json").read_text())["quantization_config"]["exclude"]
     folder = with_exclude("moe", [entry for entry in entries if "layers" in entry and "layers\\.5" not in entry])
     with pytest.raises(GlmquantError, match="does not load this checkpoint right") as caught:
-        pipeline.launch(folder, release="0.5.23")
+        operate.launch(folder, release="0.5.23")
     assert "--draft-depth 0" in caught.value.hint and "exclusions fix" in caught.value.hint
-    assert pipeline.launch(folder, release="0.5.23", wish=Wish(draft_depth=0)).draft_depth == 0
+    assert operate.launch(folder, release="0.5.23", wish=Wish(draft_depth=0)).draft_depth == 0
 
 
 def test_a_list_that_the_target_trips_over_is_refused() -> None:
     folder = with_exclude("moe", [])
     with pytest.raises(GlmquantError, match="does not load this checkpoint right") as caught:
-        pipeline.launch(folder, release="0.5.23", wish=Wish(draft_depth=0))
+        operate.launch(folder, release="0.5.23", wish=Wish(draft_depth=0))
     assert "--draft-depth 0" not in caught.value.hint
 
 
@@ -201,30 +201,30 @@ def test_a_release_that_nothing_is_known_about_is_refused() -> None:
     with pytest.raises(GlmquantError, match="no release number"):
         nearest("sglang", "main")
     with pytest.raises(GlmquantError, match=r"flags are known for >=0\.33 only"):
-        pipeline.launch(short_checkpoint("moe"), engine="vllm", release="0.30.0")
+        operate.launch(short_checkpoint("moe"), engine="vllm", release="0.30.0")
     assert "holds for 0.5.23" in launch(release="0.9").notes[0]
 
 
 def test_a_source_and_another_model_are_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", {FIRST: {"lm_head.weight": ("BF16", [4, 4])}})
     with pytest.raises(CheckpointError, match="no quantization_config"):
-        pipeline.launch(source)
+        operate.launch(source)
     other = write_checkpoint(tmp_path / "other", {FIRST: {"lm_head.weight": ("BF16", [4, 4])}}, model_type="llama")
     with pytest.raises(CheckpointError, match="model_type is 'llama'"):
-        pipeline.launch(other)
+        operate.launch(other)
 
 
 def test_vllm_and_atom() -> None:
-    found = pipeline.launch(short_checkpoint("moe"), engine="vllm", profile="throughput")
+    found = operate.launch(short_checkpoint("moe"), engine="vllm", profile="throughput")
     assert found.environ["VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"] == "1" and found.fused
     assert json.loads(value(found, "--speculative-config") or "") == {"method": "mtp", "num_speculative_tokens": 3}
     assert any("vllm#52833" in note for note in found.notes)
-    unfused = pipeline.launch(short_checkpoint("routed"), engine="vllm")
+    unfused = operate.launch(short_checkpoint("routed"), engine="vllm")
     assert "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS" not in unfused.environ and not unfused.fused
     with pytest.raises(GlmquantError) as caught:
-        pipeline.launch(short_checkpoint("moe"), engine="vllm", wish=Wish(ep=2))
+        operate.launch(short_checkpoint("moe"), engine="vllm", wish=Wish(ep=2))
     assert caught.value.hint == "Legal with tensor-parallel size 8: 1, 8."
-    atom = pipeline.launch(short_checkpoint("moe"), engine="atom")
+    atom = operate.launch(short_checkpoint("moe"), engine="atom")
     assert atom.draft_depth == 3 and any("never executed" in note for note in atom.notes)
 
 
@@ -267,9 +267,9 @@ def test_the_command_line_refuses(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_the_installed_release_is_taken(tmp_path: Path) -> None:
     install(tmp_path, "sglang", "0.5.17+rocm", {"kernels/jit/csrc/elementwise/fused_metadata_copy.cuh": "\n"})
-    absent = pipeline.launch(short_checkpoint("routed"), site_packages=[tmp_path.parent])
+    absent = operate.launch(short_checkpoint("routed"), site_packages=[tmp_path.parent])
     assert absent.notes[0].startswith("sglang is not installed here: this is for 0.5.23")
-    found = pipeline.launch(short_checkpoint("routed"), site_packages=[tmp_path])
+    found = operate.launch(short_checkpoint("routed"), site_packages=[tmp_path])
     assert found.notes == ()
     assert (found.release, found.modelled) == ("0.5.17+rocm", "0.5.17")
     assert "--disable-shared-experts-fusion" in found.argv
@@ -354,7 +354,7 @@ def test_an_unknown_rounding_is_said_to_be_unknown(tmp_path: Path) -> None:
 
 def keys(folder: Path, recipe: str, profile: str = "throughput", **more: Any) -> dict[tuple[str, bool], list[int]]:
     """(role, as served?) -> [tuned, not tuned]."""
-    found = pipeline.kernel_keys(
+    found = operate.kernel_keys(
         short_checkpoint(recipe), profile=profile, release="0.5.23", site_packages=[folder], wish=Wish(**more)
     )
     return {(line.shape.role, line.served): [len(line.hits), len(line.misses)] for line in found.lines}
@@ -452,7 +452,7 @@ def read_back(tables: Tables, wanted: Any) -> list[dict[str, str]]:
 def test_the_tuners_input_has_the_releases_columns_and_only_what_misses(tmp_path: Path) -> None:
     columns = [*UNTUNED[3:], *UNTUNED[:3]]  # as a release may have them
     folder = install_aiter(tmp_path, published_rows(), untuned=columns)
-    report = pipeline.kernel_keys(
+    report = operate.kernel_keys(
         short_checkpoint("routed"), profile="throughput", release="0.5.23", site_packages=[folder]
     )
     assert report.tables
@@ -465,7 +465,7 @@ def test_the_tuners_input_has_the_releases_columns_and_only_what_misses(tmp_path
     assert len(read_back(report.tables, report.wanted(everything=True))) == 32
     # what is tuned from this input is found afterwards
     rows = [{**tuned(0, 0, 0, 0), **row} for row in found]
-    again = pipeline.kernel_keys(
+    again = operate.kernel_keys(
         short_checkpoint("routed"),
         profile="throughput",
         release="0.5.23",

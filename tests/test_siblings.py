@@ -270,7 +270,8 @@ def test_with_no_modelled_target_the_list_has_the_checkpoints_names_and_says_so(
     assert all(text.startswith(("model.layers.", "lm_head")) for text in found.texts)
     glmquant.quantize(tiny["deepseek_v3"], tmp_path / "out", targets="atom")
     report = glmquant.validate(tmp_path / "out", targets="atom")
-    (finding,) = [f for f in report.findings if f.code == "not-modelled"]
+    assert {f.code for f in report.findings} == {"not-modelled"}
+    (finding,) = report.findings
     assert finding.severity == "warning" and report.verdicts == {} and report.coverage == {}
     with pytest.raises(GlmquantError, match="not modelled for deepseek_v3: no target's answers are known"):
         glmquant.diff_exclusions(tmp_path / "out", tmp_path / "out", targets="atom")

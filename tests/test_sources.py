@@ -99,6 +99,7 @@ def test_an_fp8_source_gives_what_its_bf16_values_give(fp8: tuple[Path, Path], t
     assert equal(ours.output, theirs)
     assert support.read_json(ours.output / "config.json")["quantization_config"]["quant_method"] == "quark"
     assert ours.plan.total_size == glmquant.plan(fp8[1], recipe=recipe).plan.total_size
+    assert "except FP8 weights that became bf16" in (ours.output / "README.md").read_text()
     proof = glmquant.verify(ours.output, fp8[0])
     assert proof.ok and proof.requantized and proof.copied
     assert glmquant.resolve_exclusions(fp8[0], recipe=recipe).texts == ours.exclusions.texts

@@ -9,15 +9,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from glmquant.checkpoint.source import unfinished
-from glmquant.cli import doctor, evals, exclusions, mtp, quantize, report, serve, tune, validate, verify
-from glmquant.cli.common import PrintableLog, say
+from glmquant.cli.common import VERBS, PrintableLog, say
 from glmquant.errors import GlmquantError
 
-VERBS = (quantize, exclusions, validate, verify, mtp, report, evals, serve, tune, doctor)
+MODULES = {"plan": "quantize", "tune-input": "tune"}
+"""Where a verb is that is not in a module of its own name."""
 
 EPILOG = """\
 exit codes: 0 done, 1 a finding or an error, 2 wrong usage, 130 or 143 interrupted.
@@ -32,7 +33,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(words).parse_args(words)
     gc.set_threshold(100_000, 50, 100)  # plans are half a million objects that live on: a quarter of plan's time
     log = logging.StreamHandler()
     log.setFormatter(PrintableLog("%(levelname)s %(name)s: %(message)s"))
@@ -72,7 +74,7 @@ def _interrupt(number: int, _frame: object) -> None:
     raise _Interrupted(number)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="glmquant",
         description="Quantize GLM-5.2 checkpoints (model_type glm_moe_dsa) to MXFP4 with AMD Quark's numbers, MTP "
@@ -82,8 +84,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for module in VERBS:
-        module.add(verbs)
+    added: set[str] = set()
+    for name, text in VERBS.items():  # only the verb that is asked for is imported
+        if name in added:
+            continue
+        module = MODULES.get(name, name)
+        if module in {MODULES.get(word, word) for word in words}:
+            import_module(f"glmquant.cli.{module}").add(verbs)
+            added |= {other for other in VERBS if MODULES.get(other, other) == module}
+        else:
+            verbs.add_parser(name, help=text)
     return parser
 
 

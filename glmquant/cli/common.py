@@ -6,12 +6,27 @@ import argparse
 import json
 import logging
 import re
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from glmquant.engines.targets import DEFAULT_TARGETS, span
-from glmquant.exclusions import ExclusionList
-from glmquant.spelling import FORMS
 from glmquant.text import printable
+
+if TYPE_CHECKING:
+    from glmquant.exclusions import ExclusionList
+
+# Help lines, here so that no verb has to be imported to list them.
+VERBS = {
+    "plan": "show what quantizing would write, from headers alone",
+    "quantize": "write an MXFP4 checkpoint, then validate it",
+    "exclusions": "print the exclude list for a checkpoint; 'fix' mends one in place, 'diff' compares two by effect",
+    "validate": "check a quantized checkpoint against what engines ask for",
+    "verify": "read a finished output again and compare it with its manifest and source",
+    "mtp": "'mtp graft SRC CKPT': give a checkpoint the MTP layer back that it lost",
+    "report": "write a page about a quantized checkpoint, and a line for each tensor",
+    "evals": "run evals against an endpoint, and tell whether two models are equivalent",
+    "serve": "print, or run, the command that serves a checkpoint, each flag with its reason",
+    "tune-input": "which MoE kernels a server will ask for, which are tuned, and the tuner's input",
+    "doctor": "check the installed serving stack, and what it makes of a checkpoint",
+}
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:
@@ -90,6 +105,8 @@ def size(text: str) -> int:
 
 
 def targets_option(parser: argparse.ArgumentParser, *aliases: str) -> None:
+    from glmquant.engines.targets import DEFAULT_TARGETS
+
     parser.add_argument(
         "--targets",
         *aliases,
@@ -100,6 +117,8 @@ def targets_option(parser: argparse.ArgumentParser, *aliases: str) -> None:
 
 
 def form_option(parser: argparse.ArgumentParser) -> None:
+    from glmquant.spelling import FORMS
+
     parser.add_argument(
         "--form",
         choices=FORMS,
@@ -110,6 +129,8 @@ def form_option(parser: argparse.ArgumentParser) -> None:
 
 
 def list_lines(exclusions: ExclusionList) -> list[str]:
+    from glmquant.engines.targets import span
+
     return [
         f"exclude list  {len(exclusions.entries)} entries, MTP form: {exclusions.form}; for {span(exclusions.targets)}",
         *(f"  note: {need}" for need in exclusions.needs),

@@ -7,8 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, verb
+from glmquant.cli.common import VERBS, print_json, say, verb
 from glmquant.cli.serve import engine_options
 from glmquant.serving.guard import patch
 from glmquant.serving.launch import Wish
@@ -27,7 +26,7 @@ examples:
 
 
 def add(verbs: Any) -> None:
-    doctor = verb(verbs, "doctor", _doctor, "check the installed serving stack, and what it makes of a checkpoint")
+    doctor = verb(verbs, "doctor", _doctor, VERBS["doctor"])
     doctor.formatter_class = argparse.RawDescriptionHelpFormatter
     doctor.epilog = EPILOG
     doctor.add_argument("checkpoint", nargs="?", metavar="CKPT", help="quantized folder of any producer")
@@ -40,7 +39,9 @@ def add(verbs: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    found = pipeline.doctor(
+    from glmquant import operate
+
+    found = operate.doctor(
         args.checkpoint,
         profile=args.profile,
         engine=args.engine,

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, verb
+from glmquant.cli.common import VERBS, print_json, say, verb
 from glmquant.evals.compare import ALPHA, MARGIN, POWER, Comparison, Comparisons
 from glmquant.findings import JSON_VERSION
 
@@ -30,7 +29,7 @@ exit code: 0 equivalent or better, 1 worse or undecided.
 
 
 def add(verbs: Any) -> None:
-    top = verbs.add_parser("evals", help="run evals against an endpoint, and tell whether two models are equivalent")
+    top = verbs.add_parser("evals", help=VERBS["evals"])
     steps = top.add_subparsers(metavar="STEP", required=True)
     _add_run(steps)
     _add_compare(steps)
@@ -106,7 +105,9 @@ def _add_import(steps: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    scores = pipeline.run_evals(
+    from glmquant import operate
+
+    scores = operate.run_evals(
         args.endpoint,
         args.model,
         args.out,
@@ -140,13 +141,17 @@ def _model_arg(text: str) -> tuple[str, Any]:
 
 
 def _import(args: argparse.Namespace) -> int:
-    for file, answers in pipeline.import_evals(args.file, args.out, name=args.name).items():
+    from glmquant import operate
+
+    for file, answers in operate.import_evals(args.file, args.out, name=args.name).items():
         say(f"{file}: {answers:,} answers")
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    done = pipeline.compare_evals(
+    from glmquant import operate
+
+    done = operate.compare_evals(
         args.a,
         args.b,
         margin=args.margin,

@@ -7,8 +7,8 @@ import dataclasses
 import sys
 from typing import Any
 
-from glmquant import pipeline
 from glmquant.cli.common import (
+    VERBS,
     form_option,
     print_json,
     recipe_arguments,
@@ -21,12 +21,7 @@ from glmquant.exclusions import ExclusionList
 
 
 def add(verbs: Any) -> None:
-    exclusions = verb(
-        verbs,
-        "exclusions",
-        _exclusions,
-        "print the exclude list for a checkpoint; 'fix' mends one in place, 'diff' compares two by what they do",
-    )
+    exclusions = verb(verbs, "exclusions", _exclusions, VERBS["exclusions"])
     exclusions.usage = (
         "glmquant exclusions CKPT [options]\n"
         "       glmquant exclusions fix CKPT [--targets LIST] [--form FORM] [--dry-run]\n"
@@ -53,6 +48,8 @@ def add(verbs: Any) -> None:
 
 
 def _exclusions(args: argparse.Namespace) -> int:
+    from glmquant import pipeline
+
     verb, *rest = args.words
     if verb == "fix" and len(rest) == 1:
         return _fix(args, rest[0])
@@ -76,6 +73,8 @@ def _exclusions(args: argparse.Namespace) -> int:
 
 
 def _fix(args: argparse.Namespace, folder: str) -> int:
+    from glmquant import pipeline
+
     done = pipeline.fix_exclusions(folder, targets=args.targets, form=args.form, dry_run=args.dry_run)
     for sign, entries in (("-", done.removed), ("+", done.added)):
         for entry in entries:
@@ -91,6 +90,8 @@ def _fix(args: argparse.Namespace, folder: str) -> int:
 
 
 def _diff(args: argparse.Namespace, a: str, b: str) -> int:
+    from glmquant import pipeline
+
     rows = pipeline.diff_exclusions(a, b, targets=args.targets)
     if args.json:
         print_json([dataclasses.asdict(row) for row in rows])

@@ -6,8 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import form_option, print_json, say, targets_option, verb
+from glmquant.cli.common import VERBS, form_option, print_json, say, targets_option, verb
 from glmquant.cli.validate import report_lines
 from glmquant.graft import Graft
 from glmquant.text import short
@@ -25,7 +24,7 @@ are compared, because an MTP layer drafts badly for another fine-tune; --force g
 
 
 def add(verbs: Any) -> None:
-    graft = verb(verbs, "mtp", _mtp, "'mtp graft SRC CKPT': give a checkpoint the MTP layer back that it lost")
+    graft = verb(verbs, "mtp", _mtp, VERBS["mtp"])
     graft.usage = (
         "glmquant mtp graft SRC CKPT [--quantized] [--targets LIST] [--form FORM] [--force] [--allow-zeros]\n"
         "                          [--workers N] [--dry-run] [--json]"
@@ -51,6 +50,8 @@ def add(verbs: Any) -> None:
 
 
 def _mtp(args: argparse.Namespace) -> int:
+    from glmquant import pipeline
+
     done = pipeline.graft_mtp(
         args.source,
         args.checkpoint,

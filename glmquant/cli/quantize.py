@@ -7,8 +7,8 @@ import dataclasses
 import os
 from typing import Any
 
-from glmquant import pipeline
 from glmquant.cli.common import (
+    VERBS,
     form_option,
     list_lines,
     print_json,
@@ -27,7 +27,7 @@ from glmquant.pipeline import PlanResult
 
 
 def add(verbs: Any) -> None:
-    plan = verb(verbs, "plan", _plan, "show what quantizing would write, from headers alone")
+    plan = verb(verbs, "plan", _plan, VERBS["plan"])
     plan.add_argument(
         "source", metavar="SRC", help="folder of a bf16 or FP8 checkpoint, hub-cache snapshot, or org/name[@revision]"
     )
@@ -37,7 +37,7 @@ def add(verbs: Any) -> None:
     shard_size_option(plan)
     plan.add_argument("--json", action="store_true", help="print JSON")
 
-    quantize = verb(verbs, "quantize", _quantize, "write an MXFP4 checkpoint, then validate it")
+    quantize = verb(verbs, "quantize", _quantize, VERBS["quantize"])
     quantize.add_argument(
         "source", metavar="SRC", help="folder of a bf16 or FP8 checkpoint, hub-cache snapshot, or org/name[@revision]"
     )
@@ -119,6 +119,8 @@ def add(verbs: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from glmquant import pipeline
+
     result = pipeline.plan(args.source, **recipe_arguments(args), max_shard_size=args.max_shard_size)
     if args.json:
         print_json(_plan_json(result))
@@ -128,6 +130,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _quantize(args: argparse.Namespace) -> int:
+    from glmquant import pipeline
+
     rank, world_size = _rank(args)
     result = pipeline.quantize(
         args.source,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, targets_option, verb
+from glmquant.cli.common import VERBS, print_json, say, targets_option, verb
 from glmquant.cli.serve import site_packages_option
 
 
 def add(verbs: Any) -> None:
-    report = verb(verbs, "report", _report, "write a page about a quantized checkpoint, and a line for each tensor")
+    report = verb(verbs, "report", _report, VERBS["report"])
     report.epilog = (
         "The page has size by group, error by layer and projection (with --source), the worst weights by name, scales "
         "and codes, and what each engine release makes of it. It is one HTML file without a script; nothing is "
@@ -39,7 +38,9 @@ def add(verbs: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    done = pipeline.report(
+    from glmquant import operate
+
+    done = operate.report(
         args.checkpoint,
         args.source,
         html=args.html,

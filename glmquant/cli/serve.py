@@ -10,8 +10,7 @@ import shutil
 import sys
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, verb
+from glmquant.cli.common import VERBS, print_json, say, verb
 from glmquant.errors import GlmquantError
 from glmquant.serving.launch import Launch, Setting, Wish
 from glmquant.serving.settings import ENGINES, PROFILES
@@ -32,9 +31,7 @@ examples:
 
 
 def add(verbs: Any) -> None:
-    serve = verb(
-        verbs, "serve", _serve, "print, or run, the command that serves a checkpoint, each flag with its reason"
-    )
+    serve = verb(verbs, "serve", _serve, VERBS["serve"])
     serve.formatter_class = argparse.RawDescriptionHelpFormatter
     serve.epilog = EPILOG
     serve.add_argument("checkpoint", metavar="CKPT", help="quantized folder of any producer")
@@ -79,8 +76,10 @@ def site_packages_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from glmquant import operate
+
     wish = Wish(args.tp, args.dp, args.ep, args.draft_depth, args.host, args.port, args.gpus, _words(args.flags))
-    launch = pipeline.launch(
+    launch = operate.launch(
         args.checkpoint,
         profile=args.profile,
         engine=args.engine,

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, verb
+from glmquant.cli.common import VERBS, print_json, say, verb
 from glmquant.cli.serve import engine_options
 from glmquant.serving.aiter_tables import ENVIRONMENT, Tables, untuned_csv
 from glmquant.serving.key_report import KeyReport, ShapeLine
@@ -29,9 +28,7 @@ examples:
 
 
 def add(verbs: Any) -> None:
-    tune = verb(
-        verbs, "tune-input", _tune, "which MoE kernels a server will ask for, which are tuned, and the tuner's input"
-    )
+    tune = verb(verbs, "tune-input", _tune, VERBS["tune-input"])
     tune.formatter_class = argparse.RawDescriptionHelpFormatter
     tune.epilog = EPILOG
     tune.add_argument("checkpoint", metavar="CKPT", help="quantized folder of any producer")
@@ -46,7 +43,9 @@ def add(verbs: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    report = pipeline.kernel_keys(
+    from glmquant import operate
+
+    report = operate.kernel_keys(
         args.checkpoint,
         profile=args.profile,
         engine=args.engine,

@@ -6,14 +6,13 @@ import argparse
 import dataclasses
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, targets_option, verb
+from glmquant.cli.common import VERBS, print_json, say, targets_option, verb
 from glmquant.engines.targets import Target, span
 from glmquant.findings import JSON_VERSION, SEVERITIES, Report
 
 
 def add(verbs: Any) -> None:
-    validate = verb(verbs, "validate", _validate, "check a quantized checkpoint against what engines ask for")
+    validate = verb(verbs, "validate", _validate, VERBS["validate"])
     validate.add_argument(
         "checkpoint", metavar="CKPT", help="quantized folder of any producer, or org/name[@revision] on the Hub"
     )
@@ -28,6 +27,8 @@ def add(verbs: Any) -> None:
 
 
 def _validate(args: argparse.Namespace) -> int:
+    from glmquant import pipeline
+
     report = pipeline.validate(args.checkpoint, targets=args.targets)
     if args.json:
         print_json(

@@ -6,12 +6,11 @@ import argparse
 import dataclasses
 from typing import Any
 
-from glmquant import pipeline
-from glmquant.cli.common import print_json, say, verb
+from glmquant.cli.common import VERBS, print_json, say, verb
 
 
 def add(verbs: Any) -> None:
-    verify = verb(verbs, "verify", _verify, "read a finished output again and compare it with its manifest and source")
+    verify = verb(verbs, "verify", _verify, VERBS["verify"])
     verify.add_argument("output", metavar="OUT", help="a folder that quantize has finished")
     verify.add_argument("--source", metavar="SRC", help="also compare with the bf16 checkpoint it was made from")
     verify.add_argument(
@@ -26,6 +25,8 @@ def add(verbs: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from glmquant import pipeline
+
     done = pipeline.verify(args.output, args.source, sample=args.sample, workers=args.workers, progress=not args.json)
     if args.json:
         errors = [{**dataclasses.asdict(error), "sqnr": error.sqnr} for error in done.errors]

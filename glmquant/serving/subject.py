@@ -13,6 +13,7 @@ from packaging.version import InvalidVersion, Version
 from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
 from glmquant.checkpoint.source import inspect
+from glmquant.engines.block_fp8 import on_disk
 from glmquant.engines.model import Evaluation, Stored
 from glmquant.engines.sglang import Sglang
 from glmquant.engines.targets import ENGINES, Target, evaluate
@@ -84,6 +85,7 @@ def read_subject(folder: str | os.PathLike[str], target: Target) -> Subject:
     layers = read_layers(checkpoint.config)
     found = stored_formats(checkpoint.tensors, load_architecture(checkpoint.model_type).lookups)
     formats = {module: "mxfp4" if kind == "i8" else kind for module, kind in found.items()}
+    fp8 = on_disk(checkpoint.config, checkpoint.tensors, formats)
     mtp = tuple(layers.at(layer) for layer in layers.mtp)
 
     def kinds(part: str, draft: bool) -> frozenset[str]:
@@ -102,7 +104,7 @@ def read_subject(folder: str | os.PathLike[str], target: Target) -> Subject:
         kinds(shared, False),
         kinds(routed, True) if mtp else frozenset(),
         kinds(shared, True) if mtp else frozenset(),
-        evaluate(target, exclude, Stored.of(formats, layers)),
+        evaluate(target, exclude, Stored.of(formats, layers, fp8)),
         validate_folder(folder, [target]),
     )
 

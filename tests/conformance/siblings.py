@@ -52,7 +52,7 @@ SIBLINGS = {
     for found in (
         Sibling("deepseek_v3", "deepseek_v3"),
         Sibling("deepseek_v3 256 experts", "deepseek_v3", FUSING),
-        Sibling("deepseek_v3 61 layers", "deepseek_v3", AT_61),
+        Sibling("deepseek_v3 256 experts 61 layers", "deepseek_v3", AT_61),
         Sibling("deepseek_v32", "deepseek_v32"),
         Sibling("deepseek_v32 256 experts", "deepseek_v32", FUSING),
         Sibling("kimi_k2", "kimi_k2"),

@@ -24,7 +24,7 @@ import support
 from harness import EnvironmentUnavailable
 
 import glmquant
-from glmquant import pipeline
+from glmquant import operate
 
 pytestmark = pytest.mark.conformance
 
@@ -169,7 +169,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the trained model, quantized with its MTP layer, and compared with its source."""
     out = support.output(support.TRAINED, "moe-mtp").output
     html = tmp_path_factory.mktemp("report") / "report.html"
-    return pipeline.report(out, support.TRAINED, html=html).html
+    return operate.report(out, support.TRAINED, html=html).html
 
 
 def test_the_harness_sees_what_it_is_to_find(browser: Browser, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_names_of_strangers_do_nothing(browser: Browser, tmp_path: Path) -> None
     folder = tmp_path / "<b onclick=1>&amp;"
     tensors = {f"model.layers.0.{evil}.weight": ("U8", [4, 16]), f"model.layers.0.{evil}.weight_scale": ("U8", [4, 1])}
     checkpoints.write_checkpoint(folder, {"<i>-00001-of-00001.safetensors": tensors})
-    html = pipeline.report(folder, html=tmp_path / "report.html").html
+    html = operate.report(folder, html=tmp_path / "report.html").html
     browser.look(400, "light")
     browser.open(html.as_uri())
     assert browser.complaints == []

@@ -16,7 +16,7 @@ from make_full_layout import make_full_layout
 from make_full_output import make_full_output
 from packaging.version import Version
 
-from glmquant import pipeline
+from glmquant import operate
 from glmquant.engines.model import rules_for
 from glmquant.serving.aiter_tables import open_tables
 from glmquant.serving.doctor import examine_stack, observed
@@ -153,7 +153,7 @@ def test_a_real_aiter_has_no_kernel_for_this_model(folders: dict[str, Path]) -> 
     assert tables and tables.known and tables.release == AITER
     assert tables.columns[:2] == ("cu_num", "token") and len(tables.rows) > 700
     assert tables.tuner and tables.tuner.name == "tune.py"
-    report = pipeline.kernel_keys(folders["moe"], release="0.5.23", site_packages=[aiter()])
+    report = operate.kernel_keys(folders["moe"], release="0.5.23", site_packages=[aiter()])
     assert [(len(line.hits), len(line.misses)) for line in report.lines if line.served] == [(0, 7), (0, 7)]
 
 
