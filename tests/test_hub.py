@@ -967,8 +967,8 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.is_set():
             found = 0
-            for path in self._folder.rglob("*.safetensors*"):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # files come and go
+                for path in self._folder.rglob("*.safetensors*"):
                     found += path.stat().st_blocks * 512 if path.suffix != ".json" else 0
             self.most = max(self.most, found)
 

@@ -389,6 +389,6 @@ def test_the_compiled_module_guards_its_memory() -> None:
 
 
 def test_every_package_is_installed() -> None:
-    listed = re.findall(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    listed = re.findall(r"^packages = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[0]
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "glmquant").rglob("__init__.py")}
     assert set(re.findall(r'"(.*?)"', listed)) == found | {"glmquant._recipes"}

@@ -238,7 +238,7 @@ def test_progress_adds_up_to_the_bytes_read(mini: Path, tmp_path: Path, monkeypa
         announced.append(total)
         yield seen.append
 
-    monkeypatch.setattr(pipeline, "_progress", progress)
+    monkeypatch.setattr(pipeline, "progress_bar", progress)
     monkeypatch.setattr(streaming, "COPY_CHUNK", 1000)
     glmquant.quantize(mini, tmp_path / "out")
     assert announced == [sum(tensor.nbytes for _, tensor in support.tensors(mini).values())] == [sum(seen)]

@@ -20,7 +20,8 @@ from glmquant.engines.targets import Target
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 CONFIGS = ROOT / "tests/data/siblings"
-SMALL: dict[str, Any] = {"hidden_size": 256, "rope_scaling": None}
+# 256 wide experts need no padding in either engine, which would hide what happens at the real sizes.
+SMALL: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "rope_scaling": None}
 # sglang considers fusing the shared expert with 256 experts or 384; DeepSeek's MTP layer has another name at 61.
 FUSING = SMALL | {"hidden_size": 64, "n_routed_experts": 256, "num_hidden_layers": 2}
 AT_61 = FUSING | {"num_hidden_layers": 61, "first_k_dense_replace": 60}
@@ -60,7 +61,7 @@ SIBLINGS = {
         Sibling("qwen3_moe", "qwen3_moe"),
         # sglang builds experts on every layer of a Qwen3 model; vLLM asks for gate_up_proj, which only a regex can name
         Sibling("qwen3_moe dense layer", "qwen3_moe", SMALL | {"mlp_only_layers": [1]}, ("vllm",), "regex"),
-        Sibling("glm-5", "glm-5", {"hidden_size": 256}),
+        Sibling("glm-5", "glm-5", {"hidden_size": 256, "moe_intermediate_size": 256}),
     )
 }
 ENGINES = (Target("sglang", "0.5.23"), Target("vllm", "0.33.0"))
