@@ -967,9 +967,10 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.is_set():
             found = 0
-            with contextlib.suppress(OSError):  # files come and go
+            with contextlib.suppress(OSError):  # folders come and go, and files
                 for path in self._folder.rglob("*.safetensors*"):
-                    found += path.stat().st_blocks * 512 if path.suffix != ".json" else 0
+                    with contextlib.suppress(OSError):
+                        found += path.stat().st_blocks * 512 if path.suffix != ".json" else 0
             self.most = max(self.most, found)
 
     def __enter__(self) -> Watch:

@@ -331,6 +331,20 @@ def test_only_deepseek_v3s_own_target_is_fused() -> None:
         assert [sglang.fuses(role, "0.5.23", own, layers) for role in ("target", "draft")] == [expected[0], False]
 
 
+def test_a_packed_draft_with_bf16_shared_experts_costs_deepseek_v3_its_own_fusion_only() -> None:
+    """GLM-5.2's refusal does not hold at layer 61; loaded with both engines, target fused, draft not."""
+    found, layers = layout_of(config_of("deepseek_v3"))
+    architecture = load_architecture("deepseek_v3")
+    formats = {
+        name.removesuffix(".weight"): "mxfp4" if ".experts." in name or ".shared_experts." in name else "plain"
+        for name, promise in found.items()
+        if name.endswith(".weight") and len(promise.shape) == 2 and "embed_tokens" not in name
+    }
+    formats |= {f"model.layers.61.mlp.shared_experts.{part}_proj": "plain" for part in ("gate", "up", "down")}
+    (evaluation,) = resolve(formats, layers, architecture, parse_targets("sglang==0.5.23")).evaluations
+    assert (evaluation.verdict.value, evaluation.fused_target, evaluation.fused_draft) == ("ok", True, False)
+
+
 # At full size
 
 
