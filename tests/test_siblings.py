@@ -242,6 +242,17 @@ def test_glm5_next_is_planned_and_validated_by_name(tiny: dict[str, Path]) -> No
     assert "tensor-missing" not in codes and "tensor-unexpected" not in codes
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_glm5_next_is_quantized_although_no_engine_is_modelled(fp8: bool, tmp_path: Path) -> None:
+    """Its hyper-connections have tensors called hc_attn_scale: not the scales of a quantized source."""
+    make_tiny(config_of("glm5_next"), tmp_path / "source", fp8=fp8)
+    done = glmquant.quantize(tmp_path / "source", tmp_path / "out")
+    assert done.ok and done.exclusions.targets == ()
+    assert glmquant.verify(tmp_path / "out", tmp_path / "source").ok
+    fixed = glmquant.fix_exclusions(tmp_path / "out", dry_run=True)
+    assert not fixed.added and not fixed.removed
+
+
 def test_the_schedule_of_glm_5_2_on_a_glm_5_is_read_as_it_stands(tiny: dict[str, Path]) -> None:
     checkpoint, _ = inspect(tiny["glm-5"])
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors}

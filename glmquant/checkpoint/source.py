@@ -389,7 +389,7 @@ def _source_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
         )
     silent = "An FP8 checkpoint? config.json says nothing of it: quantization_config.quant_method 'fp8' is missing."
     dtypes = ("BF16", "F16", "F32", *(("F8_E4M3",) if fp8 else ()))
-    packed = ("_scale", "_packed", *(() if fp8 else ("_scale_inv",)))
+    packed = ("weight_scale", "input_scale", "output_scale", "_packed", *(() if fp8 else ("_scale_inv",)))
     for tensor in checkpoint.tensors.values():
         if tensor.name.endswith(packed) or tensor.dtype in ("U8", "I8"):
             yield Problem(

@@ -111,7 +111,10 @@ def _unfused(tensor: TensorInfo, experts: str, kind: str, checkpoint: Checkpoint
     if tensor.dtype == FP8:
         raise CheckpointError(f"{where} is FP8 and fused, which is not supported", "Start from the bf16 checkpoint.")
     count, rows, columns = tensor.shape
-    inner, hidden = (checkpoint.config.get(key) for key in ("moe_intermediate_size", "hidden_size"))
+    # Only transformers writes such tensors; its models with an image part keep the sizes in text_config.
+    nested = checkpoint.config.get("text_config")
+    sizes = {**(nested if isinstance(nested, dict) else {}), **checkpoint.config}
+    inner, hidden = (sizes.get(key) for key in ("moe_intermediate_size", "hidden_size"))
     expected = {"gate_up_proj": (2 * (inner or 0), hidden), "down_proj": (hidden, inner)}
     if (rows, columns) != expected[kind]:
         raise CheckpointError(

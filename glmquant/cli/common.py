@@ -131,7 +131,8 @@ def form_option(parser: argparse.ArgumentParser) -> None:
 def list_lines(exclusions: ExclusionList) -> list[str]:
     from glmquant.engines.targets import span
 
+    served = span(exclusions.targets) or "no modelled engine"
     return [
-        f"exclude list  {len(exclusions.entries)} entries, MTP form: {exclusions.form}; for {span(exclusions.targets)}",
+        f"exclude list  {len(exclusions.entries)} entries, MTP form: {exclusions.form}; for {served}",
         *(f"  note: {need}" for need in exclusions.needs),
     ]

@@ -159,7 +159,7 @@ def inventory(checkpoint: Checkpoint) -> dict[str, list[Row]]:
 def _classifier(config: Mapping[str, Any]) -> Callable[[str], Module]:
     try:
         architecture: Architecture = load_architecture(str(config.get("model_type", "")))
-        layers: Layers = read_layers(config)
+        layers: Layers = read_layers(config, architecture.keys)
     except GlmquantError:  # the validator says so; sizes can be shown all the same
         return lambda name: Module(name, "other", None, False)
     last = layers.count + len(layers.mtp)

@@ -82,8 +82,9 @@ def read_subject(folder: str | os.PathLike[str], target: Target) -> Subject:
             f"{checkpoint.folder}: config.json has no quantization_config with an exclude list",
             "Quantize the checkpoint first: glmquant quantize SRC OUT.",
         )
-    layers = read_layers(checkpoint.config)
-    found = stored_formats(checkpoint.tensors, load_architecture(checkpoint.model_type).lookups)
+    architecture = load_architecture(checkpoint.model_type)
+    layers = read_layers(checkpoint.config, architecture.keys)
+    found = stored_formats(checkpoint.tensors, architecture.lookups)
     formats = {module: "mxfp4" if kind == "i8" else kind for module, kind in found.items()}
     fp8 = on_disk(checkpoint.config, checkpoint.tensors, formats)
     mtp = tuple(layers.at(layer) for layer in layers.mtp)
