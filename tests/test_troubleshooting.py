@@ -216,6 +216,27 @@ def changed(place: Place) -> None:
     place.quantize()
 
 
+def dropped(place: Place) -> None:
+    place.quantize("--drop-pushed")
+
+
+def kept_fp8(place: Place) -> None:
+    place.quantize("--keep-fp8")
+
+
+def other_weights(place: Place) -> None:
+    assert place.quantize() == 0
+    spoil(place, lambda name, tensor: tensor * 2)
+    main(["mtp", "graft", str(place.source), str(place.out)])
+    place.out.rename(place.root / "done")
+
+
+def too_many_gpus(place: Place) -> None:
+    assert place.quantize() == 0
+    main(["serve", str(place.out), "--release", "0.5.23"])
+    place.out.rename(place.root / "done")
+
+
 PROVOKED: dict[str, Callable[[Place], None]] = {
     "Ctrl-C or SIGTERM": interrupted,
     "kill -9, power loss, a crash": killed,
@@ -239,6 +260,10 @@ PROVOKED: dict[str, Callable[[Place], None]] = {
     "a wrong checksum": checksum,
     "no checksums to compare with": no_checksums,
     "the source changed under way": changed,
+    "dropping what is nowhere else": dropped,
+    "FP8 that a target cannot read": kept_fp8,
+    "a graft from other weights": other_weights,
+    "a model too small for the node": too_many_gpus,
 }
 
 

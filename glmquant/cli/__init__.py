@@ -28,6 +28,7 @@ examples:
   glmquant exclusions ./GLM-5.2 --recipe routed        the exclude list, one entry a line
   glmquant exclusions fix ./SOME-MXFP4 --dry-run       mend the list of an existing checkpoint
   glmquant validate ./GLM-5.2-MXFP4                    prove a checkpoint of any producer
+  glmquant serve ./GLM-5.2-MXFP4 --profile latency     the command that serves it, each flag with its reason
 """
 
 
@@ -77,8 +78,8 @@ def _interrupt(number: int, _frame: object) -> None:
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="glmquant",
-        description="Quantize GLM-5.2 checkpoints (model_type glm_moe_dsa) to MXFP4 with AMD Quark's numbers, MTP "
-        "layer included, and prove that serving engines can load the result.",
+        description="Quantize GLM-5.2 checkpoints (model_type glm_moe_dsa) and their siblings to MXFP4\n"
+        "with AMD Quark's numbers, MTP layer included, and prove that serving engines can load the\nresult.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
