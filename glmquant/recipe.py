@@ -46,7 +46,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """How an engine's draft model renames MTP modules: `to` has {rest} for the name behind the layer prefix."""
+    """How an engine's draft model renames MTP modules.
+
+    `to` has {rest} for the name behind the layer prefix, and may have {layer} for the layer's number.
+    """
 
     engine: str
     modules: tuple[str, ...]
@@ -188,7 +191,7 @@ class Architecture:
                 found: dict[str, tuple[str, Alias]] = {}
                 for alias in self.aliases:
                     if alias.engine not in found and any(fnmatchcase(rest, m) for m in alias.modules):
-                        found[alias.engine] = (alias.to.format(rest=rest), alias)
+                        found[alias.engine] = (alias.to.format(rest=rest, layer=layer), alias)
                 return list(found.values())
         return []
 

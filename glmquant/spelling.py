@@ -160,14 +160,16 @@ def _regex_aliases(template: str, stored: Stored, architecture: Architecture) ->
     renamed: dict[str, Alias] = {}
     for alias in architecture.aliases:
         if alias.modules == ("*",):
-            yield Entry(Cover(alias.to.format(rest=rest), None).regex(), "alias", template, alias.source)
+            layers = stored.layers.mtp if "{layer}" in alias.to else None
+            cover = Cover(alias.to.format(rest=rest, layer="{layer}"), layers)
+            yield Entry(cover.regex(), "alias", template, alias.source)
             continue
         for layer in stored.layers.mtp:
             for module, kind in stored.units.items():
                 prefix = architecture.prefix.format(layer=layer)
                 tail = module.removeprefix(prefix)
                 if kind == "plain" and tail != module and tail in alias.modules and tail.startswith(rest):
-                    renamed[alias.to.format(rest=tail)] = alias
+                    renamed[alias.to.format(rest=tail, layer=layer)] = alias
     for name, alias in renamed.items():
         yield Entry(name, "alias", template, alias.source)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -233,24 +234,67 @@ def test_glm5_next_is_planned_and_validated_by_name(tiny: dict[str, Path]) -> No
         f"model.language_model.layers.3.mlp.shared_experts.{p}_proj" for p in ("gate", "up", "down")
     }
     found = resolve(plan.formats, layers, architecture, parse_targets("sglang,vllm"))
-    assert found.targets == () and "model.language_model.layers.0.self_attn.q_proj" in found.texts
+    assert [str(target) for target in found.targets] == ["vllm 0.33.0"]
+    assert "model.language_model.layers.0.self_attn.q_proj" in found.texts
     reasons = " ".join(map(str, found.needs))
-    assert "not modelled for glm5_next: Glm5NextForConditionalGeneration" in reasons and "vllm 0.30.0-0.33.0" in reasons
+    assert "not modelled for glm5_next: Glm5NextForConditionalGeneration" in reasons
+    assert "vllm 0.30.0-0.32.0: not modelled for glm5_next before 0.33.0" in reasons
     report = validate_folder(tiny["glm5_next"], parse_targets("sglang,vllm"))
     codes = [finding.code for finding in report.findings]
-    assert codes.count("not-modelled") == 2 and report.verdicts == {}
+    assert codes.count("not-modelled") == 2 and list(report.verdicts) == ["vllm 0.33.0"]
     assert "tensor-missing" not in codes and "tensor-unexpected" not in codes
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_glm5_next_is_quantized_although_no_engine_is_modelled(fp8: bool, tmp_path: Path) -> None:
+def test_glm5_next_is_quantized_for_engines_that_are_modelled_and_others(fp8: bool, tmp_path: Path) -> None:
     """Its hyper-connections have tensors called hc_attn_scale: not the scales of a quantized source."""
     make_tiny(config_of("glm5_next"), tmp_path / "source", fp8=fp8)
-    done = glmquant.quantize(tmp_path / "source", tmp_path / "out")
-    assert done.ok and done.exclusions.targets == ()
-    assert glmquant.verify(tmp_path / "out", tmp_path / "source").ok
-    fixed = glmquant.fix_exclusions(tmp_path / "out", dry_run=True)
-    assert not fixed.added and not fixed.removed
+    for targets, asked in (("sglang", []), ("sglang,vllm", ["vllm 0.33.0"])):
+        out = tmp_path / targets
+        done = glmquant.quantize(tmp_path / "source", out, targets=targets)
+        assert done.ok and [str(target) for target in done.exclusions.targets] == asked
+        assert glmquant.verify(out, tmp_path / "source").ok
+        fixed = glmquant.fix_exclusions(out, targets=targets, dry_run=True)
+        assert not fixed.added and not fixed.removed
+
+
+@pytest.mark.parametrize("form", ["auto", "literal"])
+@pytest.mark.parametrize("recipe", ["moe", "moe-mtp", "routed"])
+def test_the_list_of_glm5_next_has_the_names_of_vllms_draft(
+    form: str, recipe: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM renames the list for its target (model.language_model. to language_model.model.), not for its draft."""
+    target = parse_targets("vllm==0.33.0")[0]
+    done = glmquant.quantize(tiny["glm5_next"], tmp_path / "out", recipe=recipe, form=form, targets="vllm==0.33.0")
+    asked = {
+        f"language_model.model.layers.{layer}.mlp.{part}"
+        for layer, parts in ((0, ("gate_up_proj", "down_proj")), (3, ("experts", "shared_experts.down_proj")))
+        for part in parts
+    } | {f"model.layers.4.mlp.{part}" for part in ("experts", "shared_experts.gate_up_proj")}
+    answers = {name: done.exclusions.matches(name, target)[name] for name in asked}
+    packed = {"language_model.model.layers.3.mlp.experts"}
+    packed |= {"language_model.model.layers.3.mlp.shared_experts.down_proj"} if recipe != "routed" else set()
+    packed |= {name for name in asked if name.startswith("model.layers.4.")} if recipe == "moe-mtp" else set()
+    assert answers == {name: name not in packed for name in asked}
+    own = [text for text in done.exclusions.texts if "language_model" in text]
+    report = validate_folder(tmp_path / "out", [target])
+    assert report.verdicts[str(target)].value == "ok"
+    assert validate_list(tmp_path / "out", own, tmp_path / "own") == ("ok" if recipe == "moe-mtp" else "crash")
+
+
+def validate_list(folder: Path, exclude: list[str], out: Path) -> str:
+    """vLLM's verdict on a checkpoint with another list."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["exclude"] = exclude
+    (out / "config.json").write_text(json.dumps(config))
+    target = parse_targets("vllm==0.33.0")[0]
+    return validate_folder(out, [target]).verdicts[str(target)].value
+
+
+def test_a_regex_on_glm5_nexts_own_names_reaches_no_module_of_vllm(tiny: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ExclusionError, match=r"no exclude list loads on vllm 0\.33\.0"):
+        glmquant.quantize(tiny["glm5_next"], tmp_path / "out", form="regex", targets="vllm==0.33.0")
 
 
 def test_the_schedule_of_glm_5_2_on_a_glm_5_is_read_as_it_stands(tiny: dict[str, Path]) -> None:

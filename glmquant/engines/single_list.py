@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from glmquant.checkpoint.layers import Layers
 from glmquant.engines.matching import AtomMatcher, GlobMatcher, Matcher, ShardMatcher
@@ -52,14 +52,25 @@ class Vllm(SingleListEngine):
     name = "vllm"
 
     def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
-        rules = rules_for(self.name, release, layers.family)
+        rules, own = rules_for(self.name, release, layers.family), family_rules(self.name, layers.family)
         return ShardMatcher(
-            exclude,
-            family_rules(self.name, layers.family)["packed_modules"],
+            [renamed(entry, own.get("entry_prefixes", {})) for entry in exclude],
+            own["packed_modules"],
             fused_name=rules["fused_name"],
             container_leaf=rules["container_leaf"],
             conflict=load_rules(self.name)["mistakes"]["pair"],
         )
+
+
+def renamed(entry: str, prefixes: Mapping[str, str]) -> str:
+    """An entry as a model class with an `hf_to_vllm_mapper` rewrites it: by prefix, so that a regex stays as it is.
+
+    Source: vLLM 0.33.0 model_executor/models/utils.py:131-136 (WeightsMapper), quark.py:133-161 (apply_vllm_mapper).
+    """
+    for old, new in prefixes.items():
+        if entry.startswith(old):
+            entry = new + entry.removeprefix(old)
+    return entry
 
 
 class Atom(SingleListEngine):

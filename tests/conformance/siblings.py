@@ -25,6 +25,16 @@ SMALL: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "rope
 # sglang considers fusing the shared expert with 256 experts or 384; DeepSeek's MTP layer has another name at 61.
 FUSING = SMALL | {"hidden_size": 64, "n_routed_experts": 256, "num_hidden_layers": 2}
 AT_61 = FUSING | {"num_hidden_layers": 61, "first_k_dense_replace": 60}
+# vLLM reads keys that transformers has no default for; only hyper-connections and no rope fit what is stored.
+GLM5_NEXT: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "mhc": True,
+    "indexer_rope_interleave": True,
+    "mla_use_nope": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 
 
 @dataclass(frozen=True)
@@ -38,14 +48,83 @@ class Sibling:
     form: str = "auto"
 
     @property
+    def full(self) -> dict[str, Any]:
+        """The config as published."""
+        config: dict[str, Any] = json.loads((CONFIGS / f"{self.config}.json").read_text())
+        return config
+
+    @property
     def has_mtp(self) -> bool:
-        return bool(json.loads((CONFIGS / f"{self.config}.json").read_text()).get("num_nextn_predict_layers"))
+        return bool(self.full.get("text_config", self.full).get("num_nextn_predict_layers"))
 
     def source(self, folder: Path) -> Path:
         from make_tiny import make_tiny
 
-        make_tiny(json.loads((CONFIGS / f"{self.config}.json").read_text()), folder, changes=self.changes)
+        config = self.full
+        if "vision_config" in config:
+            config["vision_config"] |= VISION
+        make_tiny(config, folder, changes=self.changes)
+        if "vision_config" in config:
+            add_vision_tower(folder, config["vision_config"])
         return folder
+
+
+# What transformers' defaults have at other sizes.
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 256,
+    "patch_size": 14,
+    "projection_intermediate_size": 160,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def vision_tower(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of GLM-5.3-Flash's vision tower: transformers 5.24 models/glm5_next, Glm5NextVisionModel."""
+    hidden, inner, out = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
+    head, patch, merge = hidden // config["num_heads"], config["patch_size"], config["spatial_merge_size"]
+    for block in (f"blocks.{number}" for number in range(config["depth"])):
+        for norm, size in (("norm1", hidden), ("norm2", hidden), ("attn.q_norm", head), ("attn.k_norm", head)):
+            yield f"{block}.{norm}.weight", (size,)
+        for name, rows, columns in (
+            ("attn.qkv", 3 * hidden, hidden),
+            ("attn.proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            yield f"{block}.{name}.weight", (rows, columns)
+            yield f"{block}.{name}.bias", (rows,)
+    yield "patch_embed.proj.weight", (hidden, 3, config["temporal_patch_size"], patch, patch)
+    yield "patch_embed.proj.bias", (hidden,)
+    yield "downsample.weight", (out, hidden, merge, merge)
+    yield "downsample.bias", (out,)
+    yield "post_layernorm.weight", (hidden,)
+    yield "merger.proj.weight", (out, out)
+    yield "merger.post_projection_norm.weight", (out,)
+    yield "merger.post_projection_norm.bias", (out,)
+    for name in ("gate_proj", "up_proj"):
+        yield f"merger.{name}.weight", (config["projection_intermediate_size"], out)
+    yield "merger.down_proj.weight", (out, config["projection_intermediate_size"])
+
+
+def add_vision_tower(folder: Path, config: dict[str, Any]) -> None:
+    """Write a random vision tower into a shard of its own."""
+    from make_tiny import random_tensor
+    from safetensors.torch import save_file
+
+    names = {f"model.visual.{name}": shape for name, shape in vision_tower(config)}
+    tensors = {name: random_tensor(name, shape, "BF16", 0) for name, shape in names.items()}
+    save_file(tensors, folder / "vision.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "vision.safetensors")
+    index["metadata"]["total_size"] += sum(t.nbytes for t in tensors.values())
+    path.write_text(json.dumps(index))
 
 
 SIBLINGS = {
@@ -62,6 +141,7 @@ SIBLINGS = {
         # sglang builds experts on every layer of a Qwen3 model; vLLM asks for gate_up_proj, which only a regex can name
         Sibling("qwen3_moe dense layer", "qwen3_moe", SMALL | {"mlp_only_layers": [1]}, ("vllm",), "regex"),
         Sibling("glm-5", "glm-5", {"hidden_size": 256, "moe_intermediate_size": 256}),
+        Sibling("glm5_next", "glm5_next", GLM5_NEXT, ("vllm",)),
     )
 }
 ENGINES = (Target("sglang", "0.5.23"), Target("vllm", "0.33.0"))
@@ -91,18 +171,35 @@ def with_list(change: Callable[[list[str]], list[str]]) -> Change:
 def wrong_lists(good: list[str]) -> Iterator[tuple[str, Change]]:
     """Lists with one thing wrong: each kind of entry taken away, and entries for packed modules added."""
     yield "empty", with_list(lambda found: [])
-    tails = dict.fromkeys(re.sub(r"^model\.(layers\.\d+\.|decoder\.)?", "", entry) for entry in good)
+    nested = any(entry.startswith("model.language_model.") for entry in good)
+    tails = dict.fromkeys(re.sub(r"^model\.(language_model\.)?(layers\.\d+\.|decoder\.)?", "", entry) for entry in good)
     for tail in tails:
         kept = [entry for entry in good if not entry.endswith(tail)]
         yield f"without {tail}", with_list(lambda found, kept=kept: kept)
-    for entry in (
-        "model.layers.1.mlp.experts",
-        "model.layers.1.mlp.experts.0.down_proj",
-        "model.layers.1.mlp.shared_experts.gate_proj",
-        r"re:model\.layers\.1\.mlp\.shared_experts\..*",
+    own = "model.language_model.layers.3." if nested else "model.layers.1."
+    added = [
+        f"{own}mlp.experts",
+        f"{own}mlp.experts.0.down_proj",
+        f"{own}mlp.shared_experts.gate_proj",
+        rf"re:{re.escape(own)}mlp\.shared_experts\..*",
         r"re:.*experts$",
-        "model.layers.1.mlp.gate_up_proj",
-    ):
+        f"{own}mlp.gate_up_proj",
+    ]
+    if nested:  # names that an engine asks under, and prefixes that one of its two models does not know
+        asked = "language_model.model.layers.3.mlp."
+        added += [f"{asked}experts", f"{asked}shared_experts.gate_proj", rf"re:{re.escape(asked)}experts.*"]
+        added += ["model.layers.3.mlp.experts", r"re:model\.layers\.3\.mlp.*", r"re:.*shared_experts\.gate_up_proj"]
+        for prefix in ("model.layers.", "model.language_model.layers.4.", "model.language_model.layers.0."):
+            kept = [entry for entry in good if not entry.startswith(prefix)]
+            yield f"without {prefix}*", with_list(lambda found, kept=kept: kept)
+        regexes = [
+            *(entry for entry in good if not entry.startswith("model.language_model.layers.0.")),
+            r"re:model\.language_model\.layers\.0\..*",
+        ]
+        yield "layer 0 by a regex on its own name", with_list(lambda found: regexes)
+        renamed = [entry.replace("model.language_model.", "language_model.model.") for entry in good]
+        yield "the engine's names", with_list(lambda found: renamed)
+    for entry in added:
         yield f"with {entry}", with_list(lambda found, entry=entry: [*found, entry])
 
 
@@ -120,11 +217,11 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def wrong_tensors(names: list[str]) -> Iterator[tuple[str, Change]]:
-    """One tensor of each kind missing, one unknown."""
+    """One tensor of each kind missing, one unknown; no word on a vision tower, whose tensors nothing promises."""
     seen: dict[str, str] = {}
-    for name in sorted(names):
-        kind = re.sub(r"experts\.\d+\.", "experts.", re.sub(r"^model\.layers\.[0-2]\.", "main ", name))
-        seen.setdefault(kind, name)
+    for name in sorted(name for name in names if not name.startswith("model.visual.")):
+        main = re.sub(r"^model\.(language_model\.)?layers\.[0-2]\.", "main ", name)
+        seen.setdefault(re.sub(r"experts\.\d+\.", "experts.", main), name)
     for name in seen.values():
         if "rotary" not in name and not re.search(r"layers\.\d+\.(embed_tokens|shared_head\.head)", name):
             yield f"no {name}", lambda folder, name=name: rewrite(folder, lambda found: found.pop(name))
@@ -134,7 +231,9 @@ def wrong_tensors(names: list[str]) -> Iterator[tuple[str, Change]]:
 def _unknown(tensors: dict[str, Any]) -> None:
     import torch
 
-    tensors["model.layers.1.self_attn.surprise.weight"] = torch.zeros(2, 2, dtype=torch.bfloat16)
+    nested = any(name.startswith("model.language_model.") for name in tensors)
+    name = f"model.{'language_model.' if nested else ''}layers.1.self_attn.surprise.weight"
+    tensors[name] = torch.zeros(2, 2, dtype=torch.bfloat16)
 
 
 def copy(folder: Path, out: Path, change: Change) -> Path:

@@ -107,7 +107,7 @@ def promised_fusion(folder: Path, target: Target) -> dict[str, bool]:
 # Every so-maniest case, the others for the other engine; 1 gives all cases to both. As in test_verdicts.py.
 STRIDE = int(os.environ.get("GLMQUANT_VERDICT_STRIDE", "2"))
 CASES = ("deepseek_v3", "deepseek_v3 256 experts", "deepseek_v3 256 experts 61 layers")
-CASES += ("deepseek_v32", "deepseek_v32 256 experts", "kimi_k2", "qwen3_moe")
+CASES += ("deepseek_v32", "deepseek_v32 256 experts", "kimi_k2", "qwen3_moe", "glm5_next")
 
 
 def test_sglang_builds_experts_where_a_qwen3_layer_has_none(outputs: dict[tuple[str, str], Path]) -> None:
@@ -118,8 +118,32 @@ def test_sglang_builds_experts_where_a_qwen3_layer_has_none(outputs: dict[tuple[
     assert "not-served" in {finding.code for finding in report.findings}
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("target", ENGINES, ids=str)
+def test_vllm_builds_all_attention_of_glm5_next_in_bf16(tmp_path: Path) -> None:
+    """Whatever the list says: packed modules of linear or sparse attention, or of its indexer, cannot load."""
+    target, sibling = ENGINES[1], SIBLINGS["glm5_next"]
+    source = sibling.source(tmp_path / "source")
+    folders = []
+    packed = [
+        *(f"0.self_attn.{name}" for name in ("q_proj", "b_proj", "f_a_proj", "f_b_proj", "g_b_proj", "o_proj")),
+        *(f"3.self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "indexer.wq_b")),
+        *(f"4.self_attn.{name}" for name in ("kv_a_proj_with_mqa", "o_proj", "indexer.wk")),
+    ]
+    for number, module in enumerate(packed):
+        folders.append(tmp_path / str(number))
+        module = f"model.language_model.layers.{module}"
+        glmquant.quantize(source, folders[-1], targets="sglang==0.5.23", quantize=[module])
+    answers = load(target, sibling, folders)
+    found = {
+        module: (validate_folder(folder, [target]).verdicts[str(target)].value, real_verdict(answer, sibling))
+        for module, folder, answer in zip(packed, folders, answers, strict=True)
+    }
+    assert found == dict.fromkeys(packed, ("crash", "crash"))
+
+
+PAIRS = [(target, name) for name in CASES for target in ENGINES if target.engine in SIBLINGS[name].engines]
+
+
+@pytest.mark.parametrize(("target", "name"), PAIRS, ids=[f"{target}-{name}" for target, name in PAIRS])
 def test_one_thing_wrong(target: Target, name: str, outputs: dict[tuple[str, str], Path], tmp_path: Path) -> None:
     """Lists and tensors with one thing wrong: our verdict is the engine's."""
     sibling, base = SIBLINGS[name], outputs[name, "moe"]

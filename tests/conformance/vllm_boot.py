@@ -42,9 +42,10 @@ def import_vllm(fuse_shared_experts: bool = False) -> str:
     TritonLanguagePlaceholder.__getattr__ = _no_value
 
     library = torch.library.Library("_C", "FRAGMENT")
-    if not hasattr(torch.ops._C, "silu_and_mul"):
-        # looked up while building; declared without a kernel, so that a call raises
-        library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
+    for name, arguments in (("silu_and_mul", ""), ("silu_and_mul_with_clamp", ", float limit")):
+        if not hasattr(torch.ops._C, name):
+            # looked up while building; declared without a kernel, so that a call raises
+            library.define(f"{name}(Tensor! out, Tensor input{arguments}) -> ()")
     vllm.glmquant_library = library  # a library goes away with its object
     rocm.RocmPlatform.device_type = "cpu"
     rocm.RocmPlatform.dist_backend = "gloo"

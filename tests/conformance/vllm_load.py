@@ -75,7 +75,8 @@ def load_role(result: dict[str, Any], role: str, config: Any, model_config: Any)
     if result["model_class"] not in CLASSES:
         raise RuntimeError(f"vLLM chose {result['model_class']}, not a class that is modelled")
     # the target keeps the answer in its inner model, the draft at the top; a model without shared experts has none
-    holder = model if hasattr(model, "is_fused_shared_expert_enabled") else getattr(model, "model", None)
+    inner = getattr(getattr(model, "language_model", model), "model", None)
+    holder = model if hasattr(model, "is_fused_shared_expert_enabled") else inner
     result["fused_shared_experts"] = int(bool(getattr(holder, "is_fused_shared_expert_enabled", False)))
     result["can_fuse"] = None
     result["schemes"] = accounting.schemes(model)
@@ -83,17 +84,20 @@ def load_role(result: dict[str, Any], role: str, config: Any, model_config: Any)
     stream = accounting.Checkpoint(lambda: loader.get_all_weights(model_config, model))
     # a draft shares the target's embedding and head
     shared = ("embed_tokens.weight", "shared_head.head.weight") if role == "draft" else ()
+    # a checkpoint with a vision tower too has the language model's names below another prefix
+    below = "model." if accounting.text(hf) is hf else "model.language_model."
     try:
-        result |= accounting.load_twice(model, stream, hf, shared, _expert_prefix)
+        result |= accounting.load_twice(model, stream, hf, shared, lambda module: _expert_prefix(module, below))
     except Exception as e:
         result |= accounting.describe(e, "vllm", stream)
         return
     result |= {"loaded": True, "stage": "done"}
 
 
-def _expert_prefix(module: str) -> str:
+def _expert_prefix(module: str, below: str) -> str:
     module = module.replace(".mtp_block", "")
-    return module[: module.index(".mlp.experts") + len(".mlp.experts")]
+    module = module[: module.index(".mlp.experts") + len(".mlp.experts")]
+    return below + module.removeprefix("language_model.").removeprefix("model.")
 
 
 def main() -> None:
