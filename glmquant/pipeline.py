@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TYPE_CHECKING
 
 from glmquant.checkpoint.checksums import check_source
 from glmquant.checkpoint.header import ShardHeader
@@ -27,7 +28,6 @@ from glmquant.errors import CheckpointError, OutputError
 from glmquant.exclusions import ExclusionList, fp8_notes, resolve
 from glmquant.findings import Report
 from glmquant.finishing import finish
-from glmquant.graft import Graft, files_to_fetch, graft, open_donor
 from glmquant.mend import Difference, Fix, diff, fix, on_disk
 from glmquant.mxfp4.choose import make_backends, threads_for
 from glmquant.planner import Plan, make_plan
@@ -36,6 +36,9 @@ from glmquant.shards import Work, check_deletable, continuable, deleted_headers,
 from glmquant.streaming import Advance, default_workers
 from glmquant.validator import validate_folder
 from glmquant.verifier import Verification, verify_output
+
+if TYPE_CHECKING:
+    from glmquant.graft import Graft
 
 logger = logging.getLogger(__name__)
 
@@ -443,6 +446,8 @@ def graft_mtp(
 
     Raises: as `graft`; CheckpointError also for a source on the Hub, whose message names the few files to fetch.
     """
+    from glmquant.graft import files_to_fetch, graft, open_donor  # the other verbs start faster without
+
     if repo := parse_repo(os.fspath(source)):
         holder = _Holder()
         hub = fetch_small(repo, holder.folder)

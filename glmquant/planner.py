@@ -120,11 +120,11 @@ class Plan:
     @cached_property
     def total_size(self) -> int:
         """Sum of the output tensors' bytes: the index's metadata.total_size."""
-        return sum(job.nbytes_out for job in self.jobs)
+        return sum(row.bytes_out for row in self._groups)
 
     @property
     def bytes_in(self) -> int:
-        return sum(job.source.nbytes for job in self.jobs)
+        return sum(row.bytes_in for row in self._groups)
 
     @property
     def disk_needed(self) -> int:
@@ -157,17 +157,27 @@ class Plan:
 
     def groups(self) -> list[GroupRow]:
         """Totals per group; everything of the MTP layer is in group `mtp`."""
-        sums: dict[tuple[str, str, str], list[int]] = {}
+        return self._groups
+
+    @cached_property
+    def _groups(self) -> list[GroupRow]:
+        members: dict[tuple[str, str, str], list[TensorJob]] = {}
         for job in self.jobs:
             group = "mtp" if job.module.is_mtp else job.module.group
             dtype_out = "MXFP4" if job.quantized else job.outputs[0].dtype
-            row = sums.setdefault((group, job.source.dtype, dtype_out), [0, 0, 0, 0])
-            for i, add in enumerate((len(job.outputs), job.source.numel, job.source.nbytes, job.nbytes_out)):
-                row[i] += add
+            members.setdefault((group, job.source.dtype, dtype_out), []).append(job)
         order = [*(group.name for group in self.architecture.groups), "mtp", "other"]
         rows = [
-            GroupRow(g, count, numel, size_in, size_out, dtype_in, dtype_out)
-            for (g, dtype_in, dtype_out), (count, numel, size_in, size_out) in sums.items()
+            GroupRow(
+                group,
+                sum(len(job.outputs) for job in jobs),
+                sum(job.source.numel for job in jobs),
+                sum(job.source.nbytes for job in jobs),
+                sum(job.nbytes_out for job in jobs),
+                dtype_in,
+                dtype_out,
+            )
+            for (group, dtype_in, dtype_out), jobs in members.items()
         ]
         return sorted(rows, key=lambda r: (order.index(r.group), r.dtype_out != "MXFP4", r.dtype_out))
 

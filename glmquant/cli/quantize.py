@@ -200,8 +200,8 @@ def _plan_json(result: PlanResult) -> dict[str, Any]:
 
 
 def _share(result: PlanResult) -> float:
-    jobs = result.plan.jobs
-    return sum(job.source.numel for job in jobs if job.quantized) / sum(job.source.numel for job in jobs)
+    rows = result.plan.groups()
+    return sum(row.parameters for row in rows if row.dtype_out == "MXFP4") / sum(row.parameters for row in rows)
 
 
 def _plan_lines(result: PlanResult) -> list[str]:
