@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,17 @@ SWITCHES = (
 LIMIT = 60.0
 
 
+@cache
+def install() -> None:
+    """Once, whatever comes of it."""
+    command = "apt-get update -q && apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            ["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, timeout=300, env=environment
+        )
+
+
 def chromium() -> str:
     """The browser, installed first if this is CI.
 
@@ -52,8 +65,7 @@ def chromium() -> str:
     """
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if not found and os.environ.get("CI") and os.geteuid() == 0 and shutil.which("apt-get"):
-        install = "apt-get update -q && apt-get install -yq --no-install-recommends chromium fonts-dejavu-core"
-        subprocess.run(["sh", "-c", install], capture_output=True, timeout=600, check=False)
+        install()
         found = shutil.which("chromium")
     if not found:
         raise EnvironmentUnavailable("no Chromium: apt-get install chromium, or set CHROMIUM to its path")
