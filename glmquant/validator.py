@@ -15,7 +15,7 @@ from glmquant.checkpoint.formats import BLOCK_FP8, stored_formats
 from glmquant.checkpoint.header import ShardHeader
 from glmquant.checkpoint.layers import Layers, read_layers
 from glmquant.checkpoint.layout import Shape, allowed_tensors, expected_tensors
-from glmquant.checkpoint.source import CONFIG, Checkpoint, inspect
+from glmquant.checkpoint.source import CONFIG, Checkpoint, Problem, inspect
 from glmquant.checks import Mistake
 from glmquant.engines import block_fp8
 from glmquant.engines.model import (
@@ -51,7 +51,11 @@ def validate_folder(
     Raises:
         CheckpointError: the folder or its config.json cannot be read at all.
     """
-    checkpoint, problems = inspect(folder, headers)
+    return validate_inspected(*inspect(folder, headers), targets)
+
+
+def validate_inspected(checkpoint: Checkpoint, problems: Sequence[Problem], targets: Sequence[Target]) -> Report:
+    """`validate_folder` for what `inspect` has read already."""
     findings = [
         Finding(p.code, "error", p.message, tuple(filter(None, (p.tensor or p.file,))), 1, fix=p.hint) for p in problems
     ]

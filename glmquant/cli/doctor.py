@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from glmquant.cli.common import VERBS, print_json, say, verb
-from glmquant.cli.serve import engine_options
+from glmquant.cli.serve import engine_arguments, engine_options
 from glmquant.serving.guard import patch
 from glmquant.serving.launch import Wish
 from glmquant.serving.output import write_new
@@ -43,11 +43,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
     found = operate.doctor(
         args.checkpoint,
-        profile=args.profile,
-        engine=args.engine,
-        release=args.release,
         wish=Wish(args.tp, args.dp, args.ep, args.draft_depth),
-        site_packages=args.site_packages,
+        **engine_arguments(args),
     )
     written = ""
     if args.write_patch and found.guard and not found.guard.present:

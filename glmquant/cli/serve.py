@@ -65,6 +65,16 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     site_packages_option(parser)
 
 
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """`engine_options`, but for the sizes, as arguments of operate's functions."""
+    return {
+        "profile": args.profile,
+        "engine": args.engine,
+        "release": args.release,
+        "site_packages": args.site_packages,
+    }
+
+
 def site_packages_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--site-packages",
@@ -81,11 +91,8 @@ def _serve(args: argparse.Namespace) -> int:
     wish = Wish(args.tp, args.dp, args.ep, args.draft_depth, args.host, args.port, args.gpus, _words(args.flags))
     launch = operate.launch(
         args.checkpoint,
-        profile=args.profile,
-        engine=args.engine,
-        release=args.release,
         wish=wish,
-        site_packages=args.site_packages,
+        **engine_arguments(args),
     )
     if args.json:
         print_json({**dataclasses.asdict(launch), "argv": launch.argv, "environ": launch.environ})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from glmquant.cli.common import VERBS, print_json, say, verb
-from glmquant.cli.serve import engine_options
+from glmquant.cli.serve import engine_arguments, engine_options
 from glmquant.serving.aiter_tables import ENVIRONMENT, Tables, untuned_csv
 from glmquant.serving.key_report import KeyReport, ShapeLine
 from glmquant.serving.launch import Wish
@@ -47,11 +47,8 @@ def _tune(args: argparse.Namespace) -> int:
 
     report = operate.kernel_keys(
         args.checkpoint,
-        profile=args.profile,
-        engine=args.engine,
-        release=args.release,
         wish=Wish(args.tp, args.dp, args.ep, args.draft_depth),
-        site_packages=args.site_packages,
+        **engine_arguments(args),
         max_tokens=args.max_tokens,
     )
     if args.output:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glmquant.errors import GlmquantError
-from glmquant.serving.kernel_keys import KernelShape, find_buckets, rules
+from glmquant.serving.kernel_keys import COLUMNS, KernelShape, find_buckets, rules
 from glmquant.serving.stack import Stack, read_text
 
 ENVIRONMENT = "AITER_CONFIG_FMOE"
@@ -101,12 +101,11 @@ def open_tables(stack: Stack, environ: Mapping[str, str] | None = None) -> Table
         raise GlmquantError(
             f"{configs}: no tuned fused-MoE table in it", f"Is {ENVIRONMENT} set to a file that exists?"
         )
-    known = set(KernelShape("", "", *[0] * 5, *[""] * 5).key(0))  # type: ignore[arg-type]
     untuned = tuple(_read(configs / "untuned_fmoe.csv")[0]) or tuple(
-        column for column in tables[0][1] if column in known - {"gfx", "cu_num"}
+        column for column in tables[0][1] if column in COLUMNS - {"gfx", "cu_num"}
     )
-    columns = tuple(column for column in tables[0][1] if column in known)
-    if strange := [column for column in untuned if column not in known]:
+    columns = tuple(column for column in tables[0][1] if column in COLUMNS)
+    if strange := [column for column in untuned if column not in COLUMNS]:
         raise GlmquantError(f"{configs / 'untuned_fmoe.csv'}: column {strange[0]!r} is not known", "A newer AITER?")
     text = read_text(source)
     rule = find_buckets(_bucket_integers(text))

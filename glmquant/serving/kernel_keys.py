@@ -50,13 +50,17 @@ class KernelShape:
 
     def key(self, token: int) -> dict[str, str]:
         """Column -> value of a tuned table's row; a table has some or all of these columns."""
-        skip = ("role", "masked")
-        values = {name: getattr(self, name) for name in self.__slots__ if name not in skip}
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in _NO_COLUMNS}
         return {name: str(value) for name, value in {**values, "token": token}.items()}
 
     def __str__(self) -> str:
         kind = "MXFP4" if self.q_type == rules()["mxfp4"]["q_type"] else "bf16"
         return f"{self.role} {kind} {self.model_dim}x{self.inter_dim}, {self.expert} experts, top {self.topk}"
+
+
+_NO_COLUMNS = ("role", "masked")
+COLUMNS = frozenset({*KernelShape.__slots__, "token"}.difference(_NO_COLUMNS))
+"""All that a tuned table's key can have."""
 
 
 @lru_cache

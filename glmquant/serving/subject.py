@@ -20,7 +20,7 @@ from glmquant.engines.targets import ENGINES, Target, evaluate
 from glmquant.errors import CheckpointError, GlmquantError
 from glmquant.findings import Report
 from glmquant.recipe import load_architecture
-from glmquant.validator import validate_folder
+from glmquant.validator import validate_inspected
 
 MODEL_TYPE = "glm_moe_dsa"
 
@@ -69,7 +69,7 @@ def read_subject(folder: str | os.PathLike[str], target: Target) -> Subject:
     Raises:
         CheckpointError: it cannot be read, is not a GLM-5.2-like model (glm_moe_dsa), or is not quantized.
     """
-    checkpoint, _ = inspect(folder)
+    checkpoint, problems = inspect(folder)
     if checkpoint.model_type != MODEL_TYPE:
         raise CheckpointError(
             f"{checkpoint.folder}: model_type is {checkpoint.model_type!r}",
@@ -106,7 +106,7 @@ def read_subject(folder: str | os.PathLike[str], target: Target) -> Subject:
         kinds(routed, True) if mtp else frozenset(),
         kinds(shared, True) if mtp else frozenset(),
         evaluate(target, exclude, Stored.of(formats, layers, fp8)),
-        validate_folder(folder, [target]),
+        validate_inspected(checkpoint, problems, [target]),
     )
 
 
