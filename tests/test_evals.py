@@ -19,7 +19,7 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai_server import serving
 from scipy.optimize import minimize_scalar
@@ -297,6 +297,7 @@ def test_equivalent_over_all_needs_every_one() -> None:
 
 
 @given(st.lists(st.tuples(*[st.tuples(*[st.integers(0, 1)] * 2)] * 2), min_size=2, max_size=60), st.integers(1, 2))
+@example([((0, 0), (0, 1)), ((0, 0), (1, 1)), ((0, 0), (1, 1))], 2)  # unpaired, one arm's runs worth more
 @settings(max_examples=40, deadline=None)
 def test_swapping_the_arms_mirrors_everything(rows: list, runs: int) -> None:
     a, b = (scores([pair[side][:runs] for pair in rows]) for side in (0, 1))

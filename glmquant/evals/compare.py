@@ -304,15 +304,23 @@ def _laplace_at(squares: float, size: float, count: float) -> Bounds:
 
 
 def _needed(design: _Design, margin: float, alpha: float, power: float, both_ways: bool) -> int:
-    """Enough for the power, and enough that a difference of exactly 0 passes (matters where all answers agree)."""
+    """Enough for the power, and enough that a difference of exactly 0 passes (matters where all answers agree).
+
+    The wider side of its interval counts, so that it does not matter which of the two is called A.
+    """
     z = intervals.quantile(1 - alpha)
+
+    def too_few(count: int) -> bool:
+        low, high = design.at(count)(z)
+        return max(-low, high) >= margin
+
     enough = 1
-    while design.at(enough)(z)[0] <= -margin and enough < 10**9:
+    while too_few(enough) and enough < 10**9:
         enough *= 2
     low = enough // 2
     while enough - low > 1:
         middle = (low + enough) // 2
-        low, enough = (middle, enough) if design.at(middle)(z)[0] <= -margin else (low, middle)
+        low, enough = (middle, enough) if too_few(middle) else (low, middle)
     return max(enough, math.ceil(intervals.questions_needed(design.deviation, margin, alpha, power, both_ways)))
 
 
