@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from glmquant.checkpoint.header import open_regular
-from glmquant.checkpoint.layers import LayerKeys, Layers, SetRule
+from glmquant.checkpoint.layers import LayerKeys, Layers, SetRule, VisionKeys
 from glmquant.checkpoint.layout import TensorRule, parse_size
 from glmquant.errors import RecipeError
 from glmquant.text import short
@@ -308,11 +308,11 @@ _ROLES = ("up", "down", "row", "qkv")
 
 def _layer_keys(path: Path, data: Mapping[str, Any], mtp: Mapping[str, Any]) -> LayerKeys:
     config, layers = _map(path, data, "config"), _map(path, data, "layers")
-    _keys(path, config, "config", {"inside", "layers", "mtp", "experts", "shared_experts", "kinds"})
+    _keys(path, config, "config", {"inside", "layers", "mtp", "experts", "shared_experts", "vision", "kinds"})
     _keys(path, layers, "layers", {"prefix", "experts", "shared"})
     kinds = []
     for name, rules in (_map(path, config, "kinds") if "kinds" in config else {}).items():
-        if name in ("top", "all", "main", "mtp", "moe"):
+        if name in ("top", "all", "main", "mtp", "moe", "vision"):
             raise RecipeError(f"{path}: config.kinds: {name!r} means something already")
         where = f"config.kinds.{name}"
         if not isinstance(rules, list) or not rules:
@@ -343,7 +343,15 @@ def _layer_keys(path: Path, data: Mapping[str, Any], mtp: Mapping[str, Any]) -> 
         prefix=prefix,
         container=_text(path, layers, "experts") if layers.get("experts") is not None else "",
         shared=_text(path, layers, "shared") if layers.get("shared") is not None else "",
+        vision=_vision(path, config["vision"]) if "vision" in config else None,
     )
+
+
+def _vision(path: Path, spec: Any) -> VisionKeys:
+    _keys(path, spec, "config.vision", {"inside", "blocks", "default"})
+    if type(spec.get("default")) is not int:
+        raise RecipeError(f"{path}: config.vision.default must be a number")
+    return VisionKeys(_text(path, spec, "inside"), _text(path, spec, "blocks"), spec["default"])
 
 
 def _set_rule(path: Path, where: str, rule: Any) -> SetRule:

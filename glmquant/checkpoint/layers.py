@@ -33,6 +33,7 @@ class Layers:
         shared: of the shared expert, likewise.
         sets: main layers of further kinds, by name.
         mtp_sets: the kinds that an MTP layer is of (it has experts, and an indexer where there are any).
+        vision: number of blocks of the vision tower, whose names do not begin with `prefix`.
     """
 
     count: int
@@ -47,18 +48,24 @@ class Layers:
     shared: str = "mlp.shared_experts"
     sets: tuple[tuple[str, frozenset[int]], ...] = ()
     mtp_sets: frozenset[str] = frozenset({"moe", "indexer"})
+    vision: int = 0
 
     @property
     def moe(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.count) if layer not in self.dense)
 
     def main(self, kind: str) -> Sequence[int]:
-        """The main layers of a kind: `all`, `moe`, `mtp` (none), or the name of a set.
+        """The main layers of a kind: `all`, `moe`, `mtp` (none), or the name of a set; `vision`: the tower's blocks.
 
         Raises:
             KeyError: no such kind.
         """
-        known: dict[str, Sequence[int]] = {"all": range(self.count), "moe": self.moe, "mtp": ()}
+        known: dict[str, Sequence[int]] = {
+            "all": range(self.count),
+            "moe": self.moe,
+            "mtp": (),
+            "vision": range(self.vision),
+        }
         if kind in known:
             return known[kind]
         sets = {"dense": self.dense, "indexer": self.indexer, **dict(self.sets)}
@@ -111,6 +118,15 @@ INDEXER = (
 
 
 @dataclass(frozen=True, slots=True)
+class VisionKeys:
+    """Where a config has the number of its vision tower's blocks: key `blocks` of the map `inside`, else `default`."""
+
+    inside: str
+    blocks: str
+    default: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKeys:
     """Where a model type's config.json says what; from `config` in its YAML file. The defaults are GLM-5.2's.
 
@@ -118,6 +134,7 @@ class LayerKeys:
         inside: key of the map that holds the language model's keys; '' if they are at the top.
         layers, mtp, experts, shared_experts: keys of these numbers; '' where a model has none.
         sets: kind of layer -> the rules that say which; the first whose key the config has decides, else the last.
+        vision: of the vision tower, for models that have one.
     """
 
     inside: str = ""
@@ -131,6 +148,7 @@ class LayerKeys:
     prefix: str = "model.layers.{layer}."
     container: str = "mlp.experts"
     shared: str = "mlp.shared_experts"
+    vision: VisionKeys | None = None
 
     def of(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of a config that holds the language model's keys.
@@ -158,6 +176,7 @@ def read_layers(config: Mapping[str, Any], keys: LayerKeys = GLM) -> Layers:
     Raises:
         CheckpointError: a key is missing or of the wrong type; names the key.
     """
+    vision = _vision_blocks(config, keys.vision) if keys.vision else 0
     config = keys.of(config)
     count = _natural(config, keys.layers, most=MAX_LAYERS)
     nextn = _natural(config, keys.mtp, 0, MAX_LAYERS) if keys.mtp else 0
@@ -178,7 +197,13 @@ def read_layers(config: Mapping[str, Any], keys: LayerKeys = GLM) -> Layers:
         shared=keys.shared,
         sets=tuple(sets.items()),
         mtp_sets=keys.mtp_sets,
+        vision=vision,
     )
+
+
+def _vision_blocks(config: Mapping[str, Any], keys: VisionKeys) -> int:
+    tower = config.get(keys.inside)
+    return _natural(tower, keys.blocks, keys.default, MAX_LAYERS) if isinstance(tower, dict) else 0
 
 
 def layers_of(rules: Sequence[SetRule], config: Mapping[str, Any], count: int) -> set[int]:

@@ -98,6 +98,32 @@ class AtomMatcher:
         )
 
 
+def renamed(entry: str, mapper: Mapping[str, Mapping[str, str]]) -> str:
+    """An entry as the WeightsMapper of a model class rewrites it: once by `substrings`, `prefixes` and `suffixes` each.
+
+    The longest that fits wins, so a regex, whose dots are escaped, mostly stays as it is.
+    Source: sglang 0.5.23 srt/models/utils.py:54-103 and quark.py apply_weight_name_mapper; vLLM 0.33.0
+    model_executor/models/utils.py:131-136 and quark.py:133-161, which tries the prefixes one after the other.
+    """
+
+    def longest(kind: str) -> Sequence[tuple[str, str]]:
+        return sorted(mapper.get(kind, {}).items(), key=lambda rule: -len(rule[0]))
+
+    for old, new in longest("substrings"):
+        if old in entry:
+            entry = entry.replace(old, new, 1)
+            break
+    for old, new in longest("prefixes"):
+        if entry.startswith(old):
+            entry = new + entry.removeprefix(old)
+            break
+    for old, new in longest("suffixes"):
+        if entry.endswith(old):
+            entry = entry.removesuffix(old) + new
+            break
+    return entry
+
+
 def remap(entry: str, shard_to_fused: Mapping[str, str]) -> str:
     for shard, fused in shard_to_fused.items():
         if f".{shard}" in entry:

@@ -233,11 +233,18 @@ def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
     """An engine's asking modules for target and draft, from its YAML rows and the layer numbers."""
     rules, blocks = family_rules(name, layers.family), load_rules(name)["blocks"]
     prefix_of, target_prefix = rules["draft_prefixes"], rules.get("target_prefix", layers.prefix)
-    modules = []
-    for row in (row for block in rules["blocks"] for row in blocks[block]):
+    rows: list[dict[str, Any]] = []
+    modules: list[RuntimeModule] = []
+    for block in rules["blocks"]:
+        name, where = block if isinstance(block, list) else (block, "")
+        rows += [{**row, "layers": where or row["layers"]} for row in blocks[name]]
+    for row in rows:
         where = row["layers"]
         if where == "top":
-            modules.append(RuntimeModule("target", row["name"], row["kind"], tuple(row["parts"]), False, row["group"]))
+            modules.append(_whole(row, ""))
+            continue
+        if where == "vision":
+            modules += [_whole(row, str(number)) for number in layers.main(where)]
             continue
         for layer in layers.main(where):
             modules.append(_runtime("target", target_prefix.format(layer=layer), row, layers.at(layer)))
@@ -251,6 +258,12 @@ def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
 def _runtime(role: str, prefix: str, row: Mapping[str, Any], own: str) -> RuntimeModule:
     parts = tuple(own + part for part in row["parts"])
     return RuntimeModule(role, prefix + row["name"], row["kind"], parts, bool(row.get("shared")), row["group"])
+
+
+def _whole(row: Mapping[str, Any], number: str) -> RuntimeModule:
+    """A module whose names in the YAML file are whole; {layer} is the number of a block of the vision tower."""
+    parts = tuple(part.replace("{layer}", number) for part in row["parts"])
+    return RuntimeModule("target", row["name"].replace("{layer}", number), row["kind"], parts, False, row["group"])
 
 
 @lru_cache
@@ -295,7 +308,7 @@ def consequence(name: str, release: str, key: str, family: str = "glm_moe_dsa") 
 
 
 def compare(
-    name: str, release: str, module: RuntimeModule, answer: bool | str, parts: Iterable[tuple[str, str]]
+    name: str, release: str, family: str, module: RuntimeModule, answer: bool | str, parts: Iterable[tuple[str, str]]
 ) -> ModuleVerdict:
     """Verdict for one module: what the engine builds (`answer`: un-quantized?) against what is stored.
 
@@ -311,7 +324,7 @@ def compare(
     }
     verdict, text = Verdict.OK, ""
     if wrong:
-        verdict, text = max((consequence(name, release, key) for key in sorted(wrong)), key=_severity)
+        verdict, text = max((consequence(name, release, key, family) for key in sorted(wrong)), key=_severity)
     return ModuleVerdict(module.role, module.prefix, verdict, text, module.parts)
 
 
@@ -330,10 +343,11 @@ def unserved(name: str, layers: Layers) -> list[ModuleVerdict]:
 
 def never_quantized(name: str, release: str, stored: Stored) -> list[ModuleVerdict]:
     """Packed modules that an engine always builds un-quantized, whatever the list says."""
-    tails = tuple("." + tail for tail in family_rules(name, stored.layers.family)["never_quantized"])
+    family = stored.layers.family
+    tails = tuple("." + tail for tail in family_rules(name, family)["never_quantized"])
     mtp = tuple(stored.layers.at(layer) for layer in stored.layers.mtp)
     return [
-        ModuleVerdict("draft" if m.startswith(mtp) else "target", m, *consequence(name, release, "never"), (m,))
+        ModuleVerdict("draft" if m.startswith(mtp) else "target", m, *consequence(name, release, "never", family), (m,))
         for m, kind in stored.units.items()
         if kind == "mxfp4" and f".{m}".endswith(tails)
     ]

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from glmquant.checkpoint.layers import Layers
-from glmquant.engines.matching import ShardMatcher
+from glmquant.engines.matching import ShardMatcher, renamed
 from glmquant.engines.model import (
     DISABLE_FUSION,
     Answers,
@@ -41,7 +41,8 @@ class Sglang:
 
     def answers(self, release: str, exclude: Sequence[str], layers: Layers) -> Answers:
         rules = rules_for(self.name, release, layers.family)
-        matchers = {"target": _matcher(exclude, rules, layers), "draft": draft_matcher(exclude, rules, layers)}
+        target = _matcher(_as_read("target", exclude, rules, layers), rules, layers)
+        matchers = {"target": target, "draft": draft_matcher(exclude, rules, layers)}
         return [
             (module, True if matcher is None else matcher.ignored(module.prefix, module.kind == "experts"))
             for module in build_modules(self.name, layers)
@@ -49,7 +50,8 @@ class Sglang:
         ]
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
-        rules, flags = rules_for(self.name, release, stored.layers.family), tuple(flags)
+        family = stored.layers.family
+        rules, flags = rules_for(self.name, release, family), tuple(flags)
         fused = {
             role: DISABLE_FUSION not in flags and self.fuses(role, release, exclude, stored.layers)
             for role in ("target", "draft")
@@ -63,7 +65,7 @@ class Sglang:
         for module, answer in answers:
             if module.shared and fused[module.role]:
                 continue
-            verdict = compare(self.name, release, module, answer, stored.parts(module))
+            verdict = compare(self.name, release, family, module, answer, stored.parts(module))
             if verdict.verdict is Verdict.OK and module.kind == "experts" and fused[module.role]:
                 verdict = self._fused_verdict(release, module, answer, shared_of[module.parts[0]], stored)
             verdicts.append(verdict)
@@ -77,9 +79,16 @@ class Sglang:
         rules = rules_for(self.name, release, layers.family)
         if role == "draft" and not (rules["draft_fuses"] and layers.mtp):
             return False
-        if role in family_rules(self.name, layers.family).get("never_fuses", ()):
+        own, exclude = family_rules(self.name, layers.family), tuple(exclude)
+        if role in own.get("never_fuses", ()) or not self._eligible(layers):
             return False
-        return self._eligible(layers) and veto(_seen_by(role, exclude, rules), rules, layers) is None
+        if own.get("fuses_unlisted_only") and any(
+            answer is not False
+            for module, answer in self.answers(release, exclude, layers)
+            if module.role == role and (module.shared or module.kind == "experts")
+        ):
+            return False
+        return veto(_as_read(role, exclude, rules, layers), rules, layers) is None
 
     def _has_draft(self, rules: Mapping[str, Any], layers: Layers) -> bool:
         return bool(rules["draft_fuses"] and layers.mtp)
@@ -101,7 +110,7 @@ class Sglang:
     ) -> ModuleVerdict:
         """The shared expert as one more expert of its container, which is built as the list says of the container."""
         pairs = {pair for m in shared for pair in stored.parts(m)}
-        verdict = compare(self.name, release, module, answer, pairs)
+        verdict = compare(self.name, release, stored.layers.family, module, answer, pairs)
         if verdict.verdict is Verdict.OK:
             return verdict
         text = load_rules(self.name)["mistakes"]["fused_shared"].format(error=verdict.message)
@@ -115,7 +124,7 @@ class Sglang:
         layers = stored.layers
         never = family_rules(self.name, layers.family).get("never_fuses", ())
         roles = [r for r in ("target", "draft") if r not in never and (r == "target" or self._has_draft(rules, layers))]
-        vetoes = {role: veto(_seen_by(role, exclude, rules), rules, layers) for role in roles}
+        vetoes = {role: veto(_as_read(role, exclude, rules, layers), rules, layers) for role in roles}
         if not any(vetoes.values()) or not self._eligible(layers):
             return []
         modules = build_modules(self.name, layers)
@@ -135,11 +144,31 @@ class Sglang:
         ]
 
 
-def _seen_by(role: str, exclude: Iterable[str], rules: Mapping[str, Any]) -> Iterable[str]:
-    """The list that the fusion gate of `target` or `draft` reads: a draft class's renaming comes before it."""
-    if role == "draft" and rules["draft_list"] == "layer61":
-        return [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
-    return exclude
+def _as_read(role: str, exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> list[str]:
+    """The list as the class of `target` or `draft` renames it, before anything reads it.
+
+    Source: model_loader/loader.py 0.5.23:266-280, layers/quantization/quark/quark.py apply_weight_name_mapper
+    (0.5.13:101-108, 0.5.23:404-411), which every draft class has.
+    """
+    own = family_rules("sglang", layers.family)
+    if role == "target" and not own["mapper"]:
+        return list(exclude)
+    mapper = _mapper(role, rules, layers)
+    names = [renamed(entry, mapper) for entry in exclude]
+    return [*names, *(name.removeprefix("language_model.") for name in names if name.startswith("language_model."))]
+
+
+def _mapper(role: str, rules: Mapping[str, Any], layers: Layers) -> Mapping[str, Mapping[str, str]]:
+    own = family_rules("sglang", layers.family)
+    if role == "target":
+        return own["mapper"]  # type: ignore[no-any-return]
+    if rules["draft_list"] != "mapped":
+        return {}
+    mappers = (own["mapper"], own["draft_mapper"])
+    return {
+        kind: {old.replace("{mtp}", str(layers.count)): new for m in mappers for old, new in m.get(kind, {}).items()}
+        for kind in ("substrings", "prefixes", "suffixes")
+    }
 
 
 def veto(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> str | None:
@@ -152,7 +181,7 @@ def veto(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -> st
         return None
     exempt = ["mtp."]
     if rules["veto"] == "not_mtp":
-        exempt += [layers.at(layer) for layer in layers.mtp]
+        exempt += [f"model.layers.{layer}." for layer in layers.mtp]
     for entry in exclude:
         if "shared_expert" in entry and "shared_expert_gate" not in entry and not entry.startswith(tuple(exempt)):
             return entry
@@ -172,16 +201,14 @@ def _matcher(exclude: Iterable[str], rules: Mapping[str, Any], layers: Layers) -
 def draft_matcher(exclude: Sequence[str], rules: Mapping[str, Any], layers: Layers) -> ShardMatcher | None:
     """The matcher over the draft's own list; None where the whole draft is built un-quantized.
 
-    Source: models/deepseek_nextn.py:327-366 (<= 0.5.15.post1), models/glm4_moe.py:1489-1536 (>= 0.5.16).
+    Source: models/deepseek_nextn.py:327-366 (<= 0.5.15.post1), models/glm4_moe.py:1489-1536 (>= 0.5.16);
+    models/glm5_next_nextn.py:36-53.
     """
-    layer_prefix = layers.at(layers.count).rstrip(".")
-    if rules["draft_list"] == "layer61":
-        exclude = [entry.replace("model.layers.61", "model.decoder") for entry in exclude]
-    # apply_weight_name_mapper adds these for every draft class (quark.py, 0.5.13:101-108, 0.5.23:404-411).
-    exclude = [*exclude, *(e.removeprefix("language_model.") for e in exclude if e.startswith("language_model."))]
-    if rules["draft_list"] == "layer61":
+    layer_prefix = f"model.layers.{layers.count}"
+    exclude = _as_read("draft", exclude, rules, layers)
+    if rules["draft_list"] == "mapped":
         matcher = _matcher(exclude, rules, layers)
-        return None if matcher.entry(layer_prefix.replace("model.layers.61", "model.decoder")) else matcher
+        return None if matcher.entry(renamed(layer_prefix, _mapper("draft", rules, layers))) else matcher
     own = [entry for entry in exclude if entry.startswith(layer_prefix + ".")]
     names = [*exclude, *(draft_name(entry, layer_prefix, layers.family) for entry in own)]
     if any(".mlp.experts." in entry for entry in own):

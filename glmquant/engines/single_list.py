@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from glmquant.checkpoint.layers import Layers
-from glmquant.engines.matching import AtomMatcher, GlobMatcher, Matcher, ShardMatcher
+from glmquant.engines.matching import AtomMatcher, GlobMatcher, Matcher, ShardMatcher, renamed
 from glmquant.engines.model import (
     Answers,
     Evaluation,
@@ -39,8 +39,8 @@ class SingleListEngine(ABC):
         return [(m, matcher.ignored(m.prefix, m.kind == "experts")) for m in build_modules(self.name, layers)]
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
-        answers = self.answers(release, exclude, stored.layers)
-        verdicts = [compare(self.name, release, module, answer, stored.parts(module)) for module, answer in answers]
+        answers, family = self.answers(release, exclude, stored.layers), stored.layers.family
+        verdicts = [compare(self.name, release, family, asking, built, stored.parts(asking)) for asking, built in answers]
         verdicts += never_quantized(self.name, release, stored) + unserved(self.name, stored.layers)
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), False, False, tuple(flags))
@@ -54,23 +54,12 @@ class Vllm(SingleListEngine):
     def matcher(self, release: str, exclude: Sequence[str], layers: Layers) -> Matcher:
         rules, own = rules_for(self.name, release, layers.family), family_rules(self.name, layers.family)
         return ShardMatcher(
-            [renamed(entry, own.get("entry_prefixes", {})) for entry in exclude],
+            [renamed(entry, own.get("mapper", {})) for entry in exclude],
             own["packed_modules"],
             fused_name=rules["fused_name"],
             container_leaf=rules["container_leaf"],
             conflict=load_rules(self.name)["mistakes"]["pair"],
         )
-
-
-def renamed(entry: str, prefixes: Mapping[str, str]) -> str:
-    """An entry as a model class with an `hf_to_vllm_mapper` rewrites it: by prefix, so that a regex stays as it is.
-
-    Source: vLLM 0.33.0 model_executor/models/utils.py:131-136 (WeightsMapper), quark.py:133-161 (apply_vllm_mapper).
-    """
-    for old, new in prefixes.items():
-        if entry.startswith(old):
-            entry = new + entry.removeprefix(old)
-    return entry
 
 
 class Atom(SingleListEngine):

@@ -112,7 +112,7 @@ def observed(stack: Stack) -> dict[str, object]:
     asks = has("models/deepseek_common/utils.py", "can_fuse_shared_expert")
     exempt = has(f"{quark}/quark.py", "def _is_draft_layer")
     return {
-        "draft_list": "literals" if has("models/glm4_moe.py", "_resolve_nextn_quant_config") else "layer61",
+        "draft_list": "literals" if has("models/glm4_moe.py", "_resolve_nextn_quant_config") else "mapped",
         "veto": "none" if not asks else "not_mtp" if exempt else "all",
         "container_leaf": has(f"{quark}/utils.py", 'layer_name.endswith(".experts")'),
     }
@@ -123,7 +123,7 @@ _SAYS = {
         "draft_list",
         "literals",
     ): "draft class GlmMoeDsaForCausalLMNextN: literal entries of the MTP layer reach the draft",
-    ("draft_list", "layer61"): "draft class DeepseekV3ForCausalLMNextN: the draft reads the entries of layer 61 as its "
+    ("draft_list", "mapped"): "draft class DeepseekV3ForCausalLMNextN: the draft reads the entries of layer 61 as its "
     "own; lists that glmquant writes name model.layers.<MTP> too, and load",
     ("veto", "none"): "shared-expert gate: none, shared experts are fused whatever their format is",
     (

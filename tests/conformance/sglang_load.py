@@ -58,10 +58,16 @@ def load(checkpoint: Path, role: str, options: dict[str, Any]) -> dict[str, Any]
             stream = accounting.Checkpoint(lambda: default._get_all_weights(config, model))
             # a draft takes its embedding and its head from the target
             shared = ("model.embed_tokens.weight", "lm_head.weight") if role == "draft" else ()
-            draft_experts = f"model.layers.{accounting.text(hf).num_hidden_layers}.mlp.experts"
+            # a checkpoint with a vision tower too has the language model's names below another prefix
+            below = "model." if accounting.text(hf) is hf else "model.language_model."
+            draft_experts = f"{below}layers.{accounting.text(hf).num_hidden_layers}.mlp.experts"
             with loader.set_default_torch_dtype(config.dtype):
                 result |= accounting.load_twice(
-                    model, stream, hf, shared, lambda name: name if role == "target" else draft_experts
+                    model,
+                    stream,
+                    hf,
+                    shared,
+                    lambda name: draft_experts if role == "draft" else below + name.removeprefix("model."),
                 )
             result |= {"loaded": True, "stage": "done"}
         except Exception as e:

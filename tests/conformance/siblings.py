@@ -25,11 +25,13 @@ SMALL: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "rope
 # sglang considers fusing the shared expert with 256 experts or 384; DeepSeek's MTP layer has another name at 61.
 FUSING = SMALL | {"hidden_size": 64, "n_routed_experts": 256, "num_hidden_layers": 2}
 AT_61 = FUSING | {"num_hidden_layers": 61, "first_k_dense_replace": 60}
-# vLLM reads keys that transformers has no default for; only hyper-connections and no rope fit what is stored.
+# Both engines read keys that transformers has no default for; only hyper-connections and no rope fit what is stored.
 GLM5_NEXT: dict[str, Any] = {
+    "dtype": "bfloat16",  # sglang takes float16 without
     "hidden_size": 256,
     "moe_intermediate_size": 256,
     "mhc": True,
+    "index_kpool_compress": True,
     "indexer_rope_interleave": True,
     "mla_use_nope": True,
     "scoring_func": "sigmoid",
@@ -79,6 +81,7 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
     "projection_intermediate_size": 160,
     "spatial_merge_size": 2,
+    "swiglu_limit": 10.0,
     "temporal_patch_size": 2,
 }
 
@@ -141,7 +144,7 @@ SIBLINGS = {
         # sglang builds experts on every layer of a Qwen3 model; vLLM asks for gate_up_proj, which only a regex can name
         Sibling("qwen3_moe dense layer", "qwen3_moe", SMALL | {"mlp_only_layers": [1]}, ("vllm",), "regex"),
         Sibling("glm-5", "glm-5", {"hidden_size": 256, "moe_intermediate_size": 256}),
-        Sibling("glm5_next", "glm5_next", GLM5_NEXT, ("vllm",)),
+        Sibling("glm5_next", "glm5_next", GLM5_NEXT),
     )
 }
 ENGINES = (Target("sglang", "0.5.23"), Target("vllm", "0.33.0"))
