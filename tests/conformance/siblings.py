@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,79 @@ def _unknown(tensors: dict[str, Any]) -> None:
     nested = any(name.startswith("model.language_model.") for name in tensors)
     name = f"model.{'language_model.' if nested else ''}layers.1.self_attn.surprise.weight"
     tensors[name] = torch.zeros(2, 2, dtype=torch.bfloat16)
+
+
+def damaged_tensors(names: Iterable[str], moe: str) -> Iterator[tuple[str, Change, bool]]:
+    """Tensors misshapen, misnamed, missing or too many; and whether their own data cannot be right.
+
+    Args:
+        names: what the checkpoint has; what is not in it is left out.
+        moe: what the names of one MoE layer begin with, its routed and shared experts packed.
+    """
+    import torch
+
+    there = set(names)
+    dense = next((n.removesuffix("gate_proj.weight") for n in sorted(there) if ".0.mlp.gate_proj.weight" in n), "")
+    attention = f"{moe}self_attn."
+
+    def on(name: str, change: Callable[[Any], Any]) -> Change:
+        return lambda folder: rewrite(folder, lambda found: found.update({name: change(found[name])}))
+
+    def renamed(name: str, to: str) -> Change:
+        return lambda folder: rewrite(folder, lambda found: found.update({to: found.pop(name)}))
+
+    def more(name: str, tensor: Any) -> Change:
+        return lambda folder: rewrite(folder, lambda found: found.update({name: tensor.clone()}))
+
+    def without(*gone: str) -> Change:
+        return lambda folder: rewrite(folder, lambda found: [found.pop(name) for name in gone] and None)
+
+    half_rows, half_columns = (lambda t: t[: len(t) // 2].clone()), (lambda t: t[:, : t.shape[1] // 2].clone())
+    twice_rows, twice_columns = (lambda t: torch.cat([t, t])), (lambda t: torch.cat([t, t], 1))
+    shapes = (("half the rows", half_rows), ("half the columns", half_columns))
+    shapes += (("double rows", twice_rows), ("double columns", twice_columns))
+    for place in ("experts.3.down_proj", "experts.3.up_proj", "shared_experts.down_proj", "shared_experts.gate_proj"):
+        weight = f"{moe}mlp.{place}.weight"
+        scale = f"{weight}_scale"
+        if scale not in there:
+            continue
+        yield f"{place} without scale", without(scale), False
+        yield f"{place} without weight", without(weight), False
+        yield f"{place} without either", without(weight, scale), False
+        yield f"{place} weight_scale_inv", renamed(scale, f"{scale}_inv"), False
+        yield f"{place} weight_packed", renamed(weight, f"{weight}_packed"), False
+        yield f"{place} input_scale too", more(f"{weight.removesuffix('weight')}input_scale", torch.ones(1)), False
+        yield f"{place} scale f32", on(scale, lambda t: t.float()), False
+        yield f"{place} scale e8m0", on(scale, lambda t: t.view(torch.float8_e8m0fnu)), False
+        yield f"{place} weight int8", on(weight, lambda t: t.view(torch.int8)), False
+        yield f"{place} weight fp4", on(weight, lambda t: t.view(torch.float4_e2m1fn_x2)), False
+        yield f"{place} scale [out, 1]", on(scale, lambda t: t[:, :1].clone()), True
+        yield f"{place} scale flat", on(scale, lambda t: t.flatten()), True
+        for what, change in shapes:
+            yield f"{place} weight {what}", on(weight, change), True
+            yield f"{place} scale {what}", on(scale, change), True
+    for name in (
+        *(f"{attention}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "q_proj", "o_proj")),
+        *(f"{attention}indexer.{part}.weight" for part in ("wq_b", "wk")),
+        *(f"{attention.replace('.3.', '.0.')}{part}.weight" for part in ("k_proj", "b_proj", "f_a_proj", "g_b_proj")),
+        *(f"{dense}{part}_proj.weight" for part in ("up", "down")),
+    ):
+        if name not in there:
+            continue
+        yield f"{name} _scale too", more(f"{name}_scale", torch.ones(256, 1)), False
+        yield f"{name} _scale_inv too", more(f"{name}_scale_inv", torch.ones(2, 2)), False
+        yield f"{name} f32", on(name, lambda t: t.float()), False
+        for what, change in shapes:
+            yield f"{name} {what}", on(name, change), True
+    gate = f"{moe}mlp.gate."
+    yield "router too low", on(f"{gate}weight", lambda t: t[:4].clone()), True
+    if f"{gate}e_score_correction_bias" in there:
+        yield "router bias bf16", on(f"{gate}e_score_correction_bias", lambda t: t.bfloat16()), True
+    yield "router scale", more(f"{gate}weight_scale", torch.ones(1)), False
+    yield "norm too short", on(f"{moe}input_layernorm.weight", lambda t: t[:32].clone()), True
+    yield "one expert too many", more(f"{moe}mlp.experts.99.up_proj.weight", torch.zeros(8, 8).byte()), False
+    yield "one layer too many", more(re.sub(r"\d+\.$", "9.mlp.gate.weight", moe), torch.zeros(2, 2)), False
+    yield "rotary", more(f"{attention}rotary_emb.inv_freq", torch.ones(8)), False
 
 
 def copy(folder: Path, out: Path, change: Change) -> Path:
