@@ -252,7 +252,11 @@ class _Judge:
         if layers is None or architecture is None:
             return key, apart, together, "target", module
         if key.startswith(_BY_PLACE):
-            apart, together = (checks.place(module, fused, layers, architecture.roles) for fused in (False, True))
+            # the tensor's own name last: the most special rule there is
+            own = ".".join(name.split(".")[-2:])
+            apart, together = (
+                f"{checks.place(module, fused, layers, architecture.roles)}.{own}" for fused in (False, True)
+            )
         number = layers.number(name)
         role = "draft" if number is not None and number >= layers.count else "target"
         head, marker, _ = name.partition(f".{layers.container}.") if layers.container else (name, "", "")

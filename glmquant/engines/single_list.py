@@ -40,7 +40,7 @@ class SingleListEngine(ABC):
 
     def evaluate(self, release: str, exclude: Sequence[str], stored: Stored, flags: Iterable[str] = ()) -> Evaluation:
         answers, family = self.answers(release, exclude, stored.layers), stored.layers.family
-        verdicts = [compare(self.name, release, family, asking, built, stored.parts(asking)) for asking, built in answers]
+        verdicts = [compare(self.name, release, family, asking, how, stored.parts(asking)) for asking, how in answers]
         verdicts += never_quantized(self.name, release, stored) + unserved(self.name, stored.layers)
         faults = tuple(v for v in verdicts if v.verdict is not Verdict.OK)
         return Evaluation(self.name, release, faults, len(answers), False, False, tuple(flags))

@@ -281,18 +281,21 @@ def damaged_tensors(names: Iterable[str], moe: str) -> Iterator[tuple[str, Chang
         yield f"{place} input_scale too", more(f"{weight.removesuffix('weight')}input_scale", torch.ones(1)), False
         yield f"{place} scale f32", on(scale, lambda t: t.float()), False
         yield f"{place} scale e8m0", on(scale, lambda t: t.view(torch.float8_e8m0fnu)), False
-        yield f"{place} weight int8", on(weight, lambda t: t.view(torch.int8)), False
         yield f"{place} weight fp4", on(weight, lambda t: t.view(torch.float4_e2m1fn_x2)), False
         yield f"{place} scale [out, 1]", on(scale, lambda t: t[:, :1].clone()), True
         yield f"{place} scale flat", on(scale, lambda t: t.flatten()), True
         for what, change in shapes:
             yield f"{place} weight {what}", on(weight, change), True
             yield f"{place} scale {what}", on(scale, change), True
-    for name in (
-        *(f"{attention}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "q_proj", "o_proj")),
-        *(f"{attention}indexer.{part}.weight" for part in ("wq_b", "wk")),
-        *(f"{attention.replace('.3.', '.0.')}{part}.weight" for part in ("k_proj", "b_proj", "f_a_proj", "g_b_proj")),
-        *(f"{dense}{part}_proj.weight" for part in ("up", "down")),
+    latent, linear = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), re.sub(r"\d+\.$", "0.", moe)
+    for name in dict.fromkeys(
+        (
+            *(f"{attention}{part}.weight" for part in (*latent, "q_proj", "k_proj", "v_proj", "o_proj")),
+            *(f"{attention}indexer.{part}.weight" for part in ("wq_b", "wk", "weights_proj")),
+            *(f"{linear}self_attn.{part}_proj.weight" for part in ("q", "k", "o", "b", "f_a", "g_a", "f_b", "g_b")),
+            *(f"{dense}{part}_proj.weight" for part in ("up", "down")),
+            *sorted(name for name in there if name.endswith(".eh_proj.weight")),
+        )
     ):
         if name not in there:
             continue

@@ -170,9 +170,11 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("what", ["as written", "listed all the same", "stored in bf16, not listed", "half of it listed"])
+@pytest.mark.parametrize(
+    "what", ["as written", "listed all the same", "stored in bf16, not listed", "half of it listed"]
+)
 def test_sglang_builds_all_of_glm5_next_as_the_list_says(what: str, tmp_path: Path) -> None:
-    """Packed and covered it loads; stored otherwise than listed, or listed by halves, it does what the validator says."""
+    """Packed and covered it loads; stored otherwise than listed, or half listed, it does what the validator says."""
     target, sibling = ENGINES[0], SIBLINGS["glm5_next"]
     source = sibling.source(tmp_path / "source")
     plain = siblings.quantized(sibling, source, tmp_path / "plain")
@@ -234,7 +236,7 @@ def test_one_thing_wrong(target: Target, name: str, outputs: dict[tuple[str, str
     assert not wrong, f"{len(wrong)} of {len(cases)} differ:\n" + "\n".join(wrong)
 
 
-DAMAGED = {"deepseek_v3": 2, "deepseek_v32": 2, "qwen3_moe": 1, "glm5_next": 3}
+DAMAGED = {"deepseek_v3": 2, "deepseek_v32": 2, "kimi_k2": 2, "qwen3_moe": 1, "glm-5": 3, "glm5_next": 3}
 """Sibling -> an MoE layer of it."""
 
 

@@ -59,8 +59,8 @@ class Case:
 
 
 def config(experts: int = 8) -> dict[str, Any]:
-    # 256 wide experts need no padding in either engine, which would hide what happens at the real sizes.
-    hidden = 64 if experts > 8 else 128
+    # 256 wide experts (and, for vLLM, rows) need no padding, which would hide what happens at the real sizes.
+    hidden = 64 if experts > 8 else 256
     return ckpt.config(
         experts=experts, layers=LAYERS, hidden_size=hidden, moe_intermediate_size=256, intermediate_size=128
     )
