@@ -234,14 +234,14 @@ def test_glm5_next_is_planned_and_validated_by_name(tiny: dict[str, Path]) -> No
         f"model.language_model.layers.3.mlp.shared_experts.{p}_proj" for p in ("gate", "up", "down")
     }
     found = resolve(plan.formats, layers, architecture, parse_targets("sglang,vllm"))
-    assert [str(target) for target in found.targets] == ["vllm 0.33.0"]
+    assert [str(target) for target in found.targets] == ["sglang 0.5.23", "vllm 0.33.0"]
     assert "model.language_model.layers.0.self_attn.q_proj" in found.texts
     reasons = " ".join(map(str, found.needs))
-    assert "not modelled for glm5_next: Glm5NextForConditionalGeneration" in reasons
+    assert "sglang 0.5.13.post1-0.5.22: not modelled for glm5_next before 0.5.23" in reasons
     assert "vllm 0.30.0-0.32.0: not modelled for glm5_next before 0.33.0" in reasons
     report = validate_folder(tiny["glm5_next"], parse_targets("sglang,vllm"))
     codes = [finding.code for finding in report.findings]
-    assert codes.count("not-modelled") == 2 and list(report.verdicts) == ["vllm 0.33.0"]
+    assert codes.count("not-modelled") == 2 and list(report.verdicts) == ["sglang 0.5.23", "vllm 0.33.0"]
     assert "tensor-missing" not in codes and "tensor-unexpected" not in codes
 
 
@@ -249,7 +249,7 @@ def test_glm5_next_is_planned_and_validated_by_name(tiny: dict[str, Path]) -> No
 def test_glm5_next_is_quantized_for_engines_that_are_modelled_and_others(fp8: bool, tmp_path: Path) -> None:
     """Its hyper-connections have tensors called hc_attn_scale: not the scales of a quantized source."""
     make_tiny(config_of("glm5_next"), tmp_path / "source", fp8=fp8)
-    for targets, asked in (("sglang", []), ("sglang,vllm", ["vllm 0.33.0"])):
+    for targets, asked in (("atom", []), ("sglang,vllm,atom", ["sglang 0.5.23", "vllm 0.33.0"])):
         out = tmp_path / targets
         done = glmquant.quantize(tmp_path / "source", out, targets=targets)
         assert done.ok and [str(target) for target in done.exclusions.targets] == asked
@@ -295,6 +295,96 @@ def validate_list(folder: Path, exclude: list[str], out: Path) -> str:
 def test_a_regex_on_glm5_nexts_own_names_reaches_no_module_of_vllm(tiny: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ExclusionError, match=r"no exclude list loads on vllm 0\.33\.0"):
         glmquant.quantize(tiny["glm5_next"], tmp_path / "out", form="regex", targets="vllm==0.33.0")
+
+
+SGLANG = parse_targets("sglang==0.5.23")[0]
+
+
+@pytest.mark.parametrize("recipe", ["moe", "moe-mtp", "routed"])
+def test_the_list_of_glm5_next_reaches_sglangs_target_and_draft_by_the_checkpoints_names(
+    recipe: str, tiny: dict[str, Path]
+) -> None:
+    """Both of sglang's classes rename every entry to their own names, so no second name is needed."""
+    found = glmquant.plan(tiny["glm5_next"], recipe=recipe, targets="sglang==0.5.23").exclusions
+    own = [text for text in found.texts if text.startswith(("model.language_model.", "lm_head"))]
+    checkpoint, _ = inspect(tiny["glm5_next"])
+    layers = read_layers(checkpoint.config, load_architecture("glm5_next").keys)
+    for texts in (own, found.texts):
+        answers = {module.prefix: answer for module, answer in ENGINES["sglang"].answers("0.5.23", texts, layers)}
+        packed = {name for name, ignored in answers.items() if ignored is False and not name.startswith("visual.")}
+        expected = {"model.layers.3.mlp.experts"}
+        shared = {f"mlp.shared_experts.{part}_proj" for part in ("gate_up", "down")}
+        if recipe != "routed":
+            expected |= {f"model.layers.3.{part}" for part in shared}
+        if recipe == "moe-mtp":
+            expected |= {"model.decoder.mlp.experts"} | {f"model.decoder.{part}" for part in shared}
+        # no tensor of a vision tower is there, so no entry either
+        assert packed == expected
+        assert {"model.layers.0.self_attn.qkv_proj", "model.layers.3.self_attn.indexer.wk", "model.eh_proj"} <= set(
+            answers
+        )
+
+
+@pytest.mark.parametrize(
+    ("entry", "modules"),
+    [
+        ("model.visual.blocks.0.attn.qkv", ["visual.blocks.0.attn.qkv_proj"]),
+        ("model.visual.blocks.23.attn.proj", ["visual.blocks.23.attn.proj"]),
+        ("model.visual.merger.proj", ["visual.merger.proj"]),
+        ("visual.merger.down_proj", ["visual.merger.down_proj"]),
+        ("model.visual.blocks.24.attn.proj", []),  # 24 blocks
+        ("model.language_model.layers.0.self_attn.o_proj", ["model.layers.0.self_attn.o_proj"]),
+        ("model.layers.0.self_attn.o_proj", ["model.layers.0.self_attn.o_proj"]),
+        ("model.language_model.layers.45.eh_proj", ["model.eh_proj"]),
+        ("model.layers.45.mlp.experts", ["model.decoder.mlp.experts"]),
+        (r"re:model\.language_model\.layers\.0\.self_attn\.o_proj", []),
+        (r"re:model\.layers\.0\.self_attn\.o_proj", ["model.layers.0.self_attn.o_proj"]),
+        # the substring model.layers.4 is not renamed, but model.layers.45 in it is
+        ("model.language_model.layers.4.self_attn.o_proj", ["model.layers.4.self_attn.o_proj"]),
+    ],
+)
+def test_which_modules_of_sglangs_glm5_next_an_entry_reaches(entry: str, modules: list[str]) -> None:
+    layers = read_layers(config_of("glm5_next"), load_architecture("glm5_next").keys)
+    answers = ENGINES["sglang"].answers("0.5.23", [entry], layers)
+    assert [module.prefix for module, ignored in answers if ignored is True] == modules
+
+
+def test_sglang_refuses_half_of_glm5_nexts_fused_modules() -> None:
+    layers = read_layers(config_of("glm5_next"), load_architecture("glm5_next").keys)
+    for entry, module in (
+        ("model.language_model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.qkv_proj"),
+        ("model.language_model.layers.3.self_attn.q_a_proj", "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa"),
+        ("model.visual.blocks.0.mlp.up_proj", "visual.blocks.0.mlp.gate_up_proj"),
+    ):
+        answers = {module.prefix: answer for module, answer in ENGINES["sglang"].answers("0.5.23", [entry], layers)}
+        assert {name for name, answer in answers.items() if isinstance(answer, str)} == {module}
+
+
+def test_sglang_fuses_the_shared_expert_of_glm5_next_only_where_the_list_is_silent_about_it() -> None:
+    """0.5.23 models/glm5_next.py: neither the containers nor a shared expert may be listed; the draft never fuses."""
+    sglang, layers = ENGINES["sglang"], read_layers(config_of("glm5_next"), load_architecture("glm5_next").keys)
+    layer = "model.language_model.layers.7."
+    for entries, fuses in (
+        ([], True),
+        ([f"{layer}self_attn.o_proj"], True),
+        ([f"{layer}mlp.shared_experts.{part}_proj" for part in ("gate", "up")], False),
+        ([f"{layer}mlp.experts"], False),
+        (["model.language_model.layers.45.mlp.experts"], True),
+    ):
+        assert [sglang.fuses(role, "0.5.23", entries, layers) for role in ("target", "draft")] == [fuses, False]
+
+
+@pytest.mark.parametrize(
+    ("tower", "blocks"), [({"depth": 2}, 2), ({}, 24), (None, 0), ("no map", 0), ({"depth": 0}, 0)]
+)
+def test_the_blocks_of_a_vision_tower_are_read(tower: object, blocks: int) -> None:
+    config = {**config_of("glm5_next"), "vision_config": tower}
+    assert read_layers(config, load_architecture("glm5_next").keys).vision == blocks
+
+
+def test_a_wrong_number_of_vision_blocks_is_named() -> None:
+    with pytest.raises(CheckpointError, match="depth"):
+        read_layers({**config_of("glm5_next"), "vision_config": {"depth": "2"}}, load_architecture("glm5_next").keys)
 
 
 def test_the_schedule_of_glm_5_2_on_a_glm_5_is_read_as_it_stands(tiny: dict[str, Path]) -> None:
