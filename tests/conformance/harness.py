@@ -67,12 +67,19 @@ def load(
     return _counted(answers, len(checkpoints), engine, release)
 
 
-def match(engine: str, release: str, cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One answer per case, in order."""
+def match(
+    engine: str, release: str, cases: Iterable[dict[str, Any]], config: Path | None = None
+) -> list[dict[str, Any]]:
+    """One answer per case, in order; `config`: sglang_match.py's CONFIG."""
     lines = [json.dumps(case) for case in cases]
     if not lines:
         return []
-    return _counted(_run(engine, release, "match", [], "\n".join(lines) + "\n"), len(lines), engine, release)
+    return _counted(
+        _run(engine, release, "match", [str(config)] if config else [], "\n".join(lines) + "\n"),
+        len(lines),
+        engine,
+        release,
+    )
 
 
 def _run(engine: str, release: str, verb: str, args: list[str], stdin: str) -> list[dict[str, Any]]:

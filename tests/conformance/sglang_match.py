@@ -1,9 +1,10 @@
-"""What does this sglang make of an exclude list?   python sglang_match.py < CASES > ANSWERS
+"""What does this sglang make of an exclude list?   python sglang_match.py [CONFIG] < CASES > ANSWERS
 
 One line of JSON per case:
     {"exclude": [...], "config": {"num_hidden_layers": 78, ...}, "prefixes": [...], "draft_prefixes": [...]}
 `config` updates a small GLM config with 256 experts, for which sglang considers fusing the shared expert;
-an optional "quantization_config" updates the Quark block. One line per answer:
+an optional "quantization_config" updates the Quark block. CONFIG: a config.json to ask about instead, of
+GLM-5.3-Flash, on four tensor-parallel ranks of an MI355X. One line per answer:
     {"target": [true, false, "error: ..."], "draft": [...], "draft_unquantized": false,
      "fuse_target": true, "fuse_draft": false}
 where true means that the release keeps the module un-quantized and a text is the error it raises. If the
@@ -44,8 +45,20 @@ def _stop() -> Callable[..., Any]:
     return layers
 
 
+class FourRanks:
+    """The parallel state, but tensor-parallel 4: GLM-5.3-Flash is fused on four or eight ranks only."""
+
+    tp_size = moe_tp_size = 4
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
 class Matcher:
-    def __init__(self) -> None:
+    def __init__(self, base: dict[str, Any]) -> None:
         self.release = sglang_boot.import_sglang()
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.layers.quantization.quark.utils import should_ignore_layer
@@ -54,13 +67,20 @@ class Matcher:
 
         self.loader, self.load_config, self.should_ignore_layer = loader, LoadConfig(), should_ignore_layer
         with tempfile.TemporaryDirectory() as folder:
-            config = ckpt.config(experts=256) | {"quantization_config": ckpt.quantization_config([])}
+            config = base | {"quantization_config": ckpt.quantization_config([])}
             Path(folder, "config.json").write_text(json.dumps(config))
             self.args = sglang_boot.boot(Path(folder), {})
             # 0.5.13 caches one hf_config and renames its architecture for the draft: keep the roles apart
             self.models = {r: copy.deepcopy(sglang_boot.model_config(self.args, r)) for r in sglang_boot.ROLES}
         deepseek_v2.DeepseekV2Model = _stop()
         deepseek_nextn.DeepseekModelNextN = _stop()
+        if base["model_type"] == "glm5_next":
+            from sglang.srt.models import glm5_next
+
+            glm5_next.Glm5NextModel = _stop()
+            parallel = glm5_next.get_parallel
+            glm5_next.get_parallel = lambda: FourRanks(parallel())
+            glm5_next._is_cuda, glm5_next._use_aiter_gfx95 = False, True
         try:
             from sglang.srt.arg_groups import overrides
         except ImportError:
@@ -116,7 +136,7 @@ class Matcher:
 
 def main() -> None:
     answers = accounting.answer_on_stdout()
-    matcher = Matcher()
+    matcher = Matcher(json.loads(Path(sys.argv[1]).read_text()) if sys.argv[1:] else ckpt.config(experts=256))
     for line in sys.stdin:
         print(json.dumps(matcher.answer(json.loads(line))), file=answers)
     answers.flush()

@@ -86,6 +86,14 @@ VISION: dict[str, Any] = {
 }
 
 
+def full_size_glm5_next() -> dict[str, Any]:
+    """Its published config, with what sglang wants besides."""
+    config: dict[str, Any] = json.loads((CONFIGS / "glm5_next.json").read_text())
+    config["text_config"] |= {key: value for key, value in GLM5_NEXT.items() if not key.endswith("_size")}
+    config["vision_config"] |= {"swiglu_limit": VISION["swiglu_limit"]}
+    return config
+
+
 def vision_tower(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of GLM-5.3-Flash's vision tower: transformers 5.24 models/glm5_next, Glm5NextVisionModel."""
     hidden, inner, out = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
