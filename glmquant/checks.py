@@ -98,15 +98,18 @@ def tensors(
     layers: Layers,
     allowed: Collection[str] = (),
     others: tuple[str, ...] = (),
+    mtp: bool = True,
 ) -> Iterator[Mistake]:
     """Every tensor the config promises is there, in the one shape and dtype that engines read right.
 
     Args:
         allowed: names that may be there or not.
         others: names that begin so are part of the model too.
+        mtp: whether the model type has MTP layers.
     """
     pile = _Pile()
-    stray = _strays(checkpoint.tensors, formats, expected, allowed, others, layers, pile)
+    undeclared = "absent" if mtp and not layers.mtp else "stray"
+    stray = _strays(checkpoint.tensors, formats, expected, allowed, others, layers, undeclared, pile)
     _missing(checkpoint.tensors, expected, layers, stray, pile)
     known = {m: kind for m, kind in formats.items() if not expected or f"{m}.weight" in expected}
     _scales(checkpoint.tensors, known, expected, stray, pile)
@@ -140,8 +143,8 @@ TENSOR_CODES = {
         "Add the MTP tensors, or set num_nextn_predict_layers to 0.",
     ),
     "mtp-undeclared": (
-        "the tensors of an MTP layer are stored, and config.json does not declare it",
-        "Set num_nextn_predict_layers to the number of MTP layers.",
+        "the tensors of an MTP layer, or of another further one, are stored, and config.json does not declare it",
+        "Set num_nextn_predict_layers to the number of MTP layers; remove what is no MTP layer.",
     ),
     "tensor-unexpected": ("tensors that are no part of this model", "Remove or rename them."),
     "tensor-misnamed": (
@@ -183,6 +186,7 @@ def _strays(
     allowed: Collection[str],
     others: tuple[str, ...],
     layers: Layers,
+    undeclared: str,
     pile: _Pile,
 ) -> dict[str, str]:
     """Sort out what should not be there; module (or container) -> the stray tensor that stands in for its own."""
@@ -200,7 +204,7 @@ def _strays(
         layer = layers.number(name)
         head, found, below = name.partition(container + ".")
         if layer is not None and layers.count + len(layers.mtp) <= layer:
-            pile.add("mtp-undeclared", name, f"mtp-undeclared.{'absent' if not layers.mtp else 'stray'}")
+            pile.add("mtp-undeclared", name, f"mtp-undeclared.{undeclared}")
         elif found and _EXPERT_STACK.fullmatch(below):
             pile.add("experts-3d", name)
             stands_for[head + container] = name

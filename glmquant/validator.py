@@ -78,7 +78,9 @@ def validate_inspected(checkpoint: Checkpoint, problems: Sequence[Problem], targ
             wrong_config.append(bad_entries)
         mistakes += [*wrong_config, *checks.schedule(config, layers, architecture.keys)]
         allowed = allowed_tensors(architecture.tensors, config, layers)
-        mistakes += checks.tensors(checkpoint, formats, expected, layers, allowed, architecture.others)
+        mistakes += checks.tensors(
+            checkpoint, formats, expected, layers, allowed, architecture.others, bool(architecture.keys.mtp)
+        )
         judge.know(layers, architecture)
         findings += judge.not_modelled()
         if exclude is not None:

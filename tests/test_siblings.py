@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 import glmquant
 from glmquant import recipe as recipes
@@ -451,6 +453,22 @@ def test_sglang_builds_every_qwen3_layer_with_experts(tmp_path: Path) -> None:
         "vllm 0.33.0": "ok",
     }
     assert "not-served" in {finding.code for finding in report.findings}
+
+
+def test_a_layer_too_many_in_a_model_without_mtp_layers(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """Loaded with both (tests/conformance): sglang passes over it, vLLM has no parameter for it."""
+    out = tmp_path / "out"
+    glmquant.quantize(tiny["qwen3_moe"], out, targets=NEWEST)
+    save_file({"model.layers.94.mlp.gate.weight": torch.zeros(8, 64)}, out / "more.safetensors")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.94.mlp.gate.weight"] = "more.safetensors"
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = glmquant.validate(out, targets=NEWEST)
+    assert {target: verdict.value for target, verdict in report.verdicts.items()} == {
+        "sglang 0.5.23": "ok",
+        "vllm 0.33.0": "crash",
+    }
+    assert "mtp-undeclared" in {finding.code for finding in report.findings}
 
 
 def test_half_of_a_qkv_pair_is_found(tiny: dict[str, Path]) -> None:

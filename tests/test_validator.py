@@ -313,6 +313,24 @@ def test_a_mistake_has_its_code(
     assert report.ok is (severity != "error")
 
 
+@pytest.mark.parametrize(
+    ("leaf", "shape", "expected"),
+    [
+        ("q_b_proj", (32768, 2048), ALL_SILENT),
+        ("kv_b_proj", (57344, 512), ALL_SILENT),
+        ("indexer.weights_proj", (64, 6144), {"sglang": CRASH, "vllm": SILENT}),
+        ("o_proj", (12288, 16384), ALL_CRASH),
+    ],
+)
+def test_too_many_rows_are_cut_by_some_loaders_and_refused_by_others(
+    tmp_path: Path, leaf: str, shape: tuple[int, int], expected: dict[str, str]
+) -> None:
+    """sglang 0.5.23 and vLLM 0.33.0, loaded (tests/conformance, damaged tensors)."""
+    folder = make(tmp_path / "c", "moe", put(f"{P1}.self_attn.{leaf}.weight", "BF16", *shape))
+    report = check(folder, f"{NEW.replace(' ', '==')},{VLLM.replace(' ', '==')}")
+    assert effects(the(report, "tensor-shape")) == expected
+
+
 KEYS = [
     ("export", ..., "The export key should be included"),
     ("export.kv_cache_group", None, "has no len()"),
