@@ -349,8 +349,8 @@ def _layer_keys(path: Path, data: Mapping[str, Any], mtp: Mapping[str, Any]) -> 
 
 def _vision(path: Path, spec: Any) -> VisionKeys:
     _keys(path, spec, "config.vision", {"inside", "blocks", "default"})
-    if type(spec.get("default")) is not int:
-        raise RecipeError(f"{path}: config.vision.default must be a number")
+    if type(spec.get("default")) is not int or spec["default"] < 0:
+        raise RecipeError(f"{path}: config.vision.default must be a number of blocks")
     return VisionKeys(_text(path, spec, "inside"), _text(path, spec, "blocks"), spec["default"])
 
 

@@ -235,9 +235,9 @@ def build_modules(name: str, layers: Layers) -> tuple[RuntimeModule, ...]:
     prefix_of, target_prefix = rules["draft_prefixes"], rules.get("target_prefix", layers.prefix)
     rows: list[dict[str, Any]] = []
     modules: list[RuntimeModule] = []
-    for block in rules["blocks"]:
-        name, where = block if isinstance(block, list) else (block, "")
-        rows += [{**row, "layers": where or row["layers"]} for row in blocks[name]]
+    for item in rules["blocks"]:
+        block, where = item if isinstance(item, list) else (item, "")
+        rows += [{**row, "layers": where or row["layers"]} for row in blocks[block]]
     for row in rows:
         where = row["layers"]
         if where == "top":
