@@ -438,6 +438,8 @@ def test_what_an_engine_does_whatever_the_list_says_is_a_note(tiny: dict[str, Pa
     for name in ("deepseek_v3", "kimi_k2"):
         notes = [str(need) for need in glmquant.plan(tiny[name], targets=NEWEST).exclusions.needs]
         assert any(note.startswith("sglang 0.5.23: packs kv_b_proj into MXFP4 itself") for note in notes)
+    notes = [str(need) for need in glmquant.plan(tiny["glm5_next"], targets=NEWEST).exclusions.needs]
+    assert any(note.startswith("sglang 0.5.23: fuses the shared expert of GLM-5.3-Flash at") for note in notes)
 
 
 def test_sglang_builds_every_qwen3_layer_with_experts(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ CASES: list[tuple[str, str, Change, str, dict[str, str]]] = [
     ("half-a-fused-pair", "moe", remove(rf"{P1}\.self_attn\.q_a_proj"), "error", ALL_CRASH),
     ("not-covered", "moe", remove(rf"{P1}\.self_attn\.q_b_proj"), "error", ALL_CRASH),
     ("excluded-but-packed", "moe", add(f"{P1}.mlp.experts"), "error", ALL_CRASH),
-    ("mixed-formats", "moe", plain(rf"{E3}\.(gate|up)_proj"), "error", {"sglang": CRASH, "vllm": SILENT}),
+    ("mixed-formats", "moe", plain(rf"{E3}\.(gate|up)_proj"), "error", ALL_CRASH),
     ("never-quantized", "moe", packed("lm_head"), "error", ALL_CRASH),
 ]  # fmt: skip
 
