@@ -341,6 +341,7 @@ def quantize(
     words += ["--max-disk", str(max_disk)] if max_disk is not None else []
     words += ["--push-to-hub", target.id] if target else []
     words += ["--drop-pushed"] if drop_pushed else []
+    _check_utf8([*words, base])
 
     def bar(total: int, doing: str) -> AbstractContextManager[Advance]:
         return progress_bar(total, progress, doing)
@@ -408,6 +409,18 @@ def _guess_base_model(folder: Path) -> str:
     if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/", 1)
     return parts[-1]
+
+
+def _check_utf8(words: Sequence[str]) -> None:
+    """run.json and glmquant.json say how the output was made, and JSON is UTF-8; a path need not be."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as err:
+            raise OutputError(
+                f"{word!r} is not UTF-8, and the output's files name it; nothing was touched",
+                "Rename it, or name it through a link and the source with --base-model.",
+            ) from err
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from glmquant.checkpoint.formats import BLOCK_FP8, FP8_BLOCK, is_linear_weight, module_name
 from glmquant.checkpoint.header import TensorInfo, encode_header, layout_order, tensor_nbytes
-from glmquant.checkpoint.layers import Layers
+from glmquant.checkpoint.layers import LayerKeys, Layers
 from glmquant.checkpoint.source import SINGLE, Checkpoint
 from glmquant.checkpoint.weights import FP8, Fp8Weight, KeptScale, as_copies, offered, plain_dtype, shards_of
 from glmquant.engines.block_fp8 import Dropped, keepable, layer_keys, names_read, unreadable
@@ -199,14 +199,14 @@ def make_plan(
 
     Raises:
         CheckpointError: a weight to be quantized has in_features that are no multiple of 32, or the MTP layer
-            that config.json declares is absent (or the reverse).
+            that config.json declares is absent, or a layer is there that it does not declare.
         RecipeError: an override matches nothing or a tensor that cannot be quantized, the combination is one
             that the architecture file refuses, or no module can stay FP8 for all targets.
     """
     parts = offered(checkpoint)
     tensors = {tensor.name: tensor for shard in parts.values() for tensor in shard}
     modules = {name: architecture.module(module_name(name), layers) for name in tensors}
-    _check_mtp(tensors, layers, modules)
+    _check_mtp(tensors, layers, modules, architecture.keys)
     _check_overrides(recipe, modules)
     packed = {name for name, module in modules.items() if name.endswith(".weight") and recipe.quantizes(module)}
     kept, bf16 = _keep_fp8(tensors, packed, architecture, layers, keep_fp8) if keep_fp8 is not None else ({}, {})
@@ -361,12 +361,14 @@ def check_quantizable(tensor: TensorInfo, architecture: Architecture) -> None:
         )
 
 
-def _check_mtp(tensors: Mapping[str, TensorInfo], layers: Layers, modules: Mapping[str, Module]) -> None:
+def _check_mtp(
+    tensors: Mapping[str, TensorInfo], layers: Layers, modules: Mapping[str, Module], keys: LayerKeys
+) -> None:
     present = {module.layer for module in modules.values() if module.is_mtp}
     for layer in layers.mtp:
         if layer not in present:
             raise CheckpointError(
-                f"config.json declares an MTP layer (num_nextn_predict_layers {len(layers.mtp)}), but no tensor of "
+                f"config.json declares an MTP layer ({keys.mtp} {len(layers.mtp)}), but no tensor of "
                 f"layer {layer} is in the checkpoint: speculative decoding would draft with random weights",
                 "Fetch the shards with the MTP layer; loading and saving with transformers drops it.",
             )
@@ -374,8 +376,10 @@ def _check_mtp(tensors: Mapping[str, TensorInfo], layers: Layers, modules: Mappi
         if module.is_mtp and module.layer not in layers.mtp:
             raise CheckpointError(
                 f"{tensors[name].shard}: tensor {name!r} belongs to layer {module.layer}, but config.json "
-                f"declares {layers.count} layers and num_nextn_predict_layers {len(layers.mtp)}",
-                "Set num_nextn_predict_layers to the number of MTP layers.",
+                f"declares {layers.count} layers" + (f" and {keys.mtp} {len(layers.mtp)}" if keys.mtp else ""),
+                f"Set {keys.mtp} to the number of MTP layers."
+                if keys.mtp
+                else f"Set {keys.layers} to the number of layers; this model type has no MTP layer.",
             )
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from glmquant.engines import patterns
 from glmquant.engines.matching import AtomMatcher, GlobMatcher, ShardMatcher
 from glmquant.engines.model import Stored
 from glmquant.engines.patterns import Patterns, any_of
-from glmquant.errors import CheckpointError, ExclusionError, RecipeError
+from glmquant.errors import CheckpointError, ExclusionError, OutputError, RecipeError
 from glmquant.recipe import load_architecture, parse_recipe_file
 from glmquant.spelling import as_globs, as_regexes, natural_order
 from glmquant.text import printable, short
@@ -278,6 +279,29 @@ def test_a_file_name_with_unprintable_characters_is_refused(folder: Path, name: 
     Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"")
     assert "a file name with unprintable characters" in refusal(folder)
     assert [p.code for p in inspect(folder)[1]] == ["file-name"]
+
+
+@pytest.mark.parametrize("where", ["source", "output", "base_model", "recipe"])
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(tiny: Path, tmp_path: Path, where: str) -> None:
+    raw = os.fsdecode(os.fsencode(tmp_path) + b"/na\xefve.yaml")
+    options: dict[str, str] = {"source": str(tiny), "output": str(tmp_path / "out")}
+    if where == "source":
+        shutil.copytree(tiny, raw)
+    if where == "recipe":
+        Path(raw).write_text(
+            "schema: 1\nextends: glm_moe_dsa\nrecipes: {mine: {about: experts, "
+            "quantize: [{group: routed, layers: main, reason: to try}]}}\n"
+        )
+    options[where] = raw
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(
+        OutputError, match=r"na\\udcefve.yaml' is not UTF-8, and the output's files name it; nothing was"
+    ):
+        glmquant.quantize(**options)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == before
+    if where == "source":  # the way out that the message names
+        (tmp_path / "link").symlink_to(raw)
+        assert glmquant.quantize(tmp_path / "link", tmp_path / "out", base_model="a/b").report.ok  # type: ignore[union-attr]
 
 
 # No code

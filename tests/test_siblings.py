@@ -473,6 +473,19 @@ def test_a_layer_too_many_in_a_model_without_mtp_layers(tiny: dict[str, Path], t
     assert "mtp-undeclared" in {finding.code for finding in report.findings}
 
 
+def test_a_source_layer_too_many_names_the_key_that_this_model_type_has(tiny: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny["qwen3_moe"], source)
+    config = json.loads((source / "config.json").read_text())
+    count = config["num_hidden_layers"] - 1
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count}))
+    with pytest.raises(CheckpointError) as caught:
+        glmquant.plan(source)
+    first, fix = str(caught.value).split("\n")
+    assert first.endswith(f"belongs to layer {count}, but config.json declares {count} layers")
+    assert fix == "  Set num_hidden_layers to the number of layers; this model type has no MTP layer."
+
+
 def test_half_of_a_qkv_pair_is_found(tiny: dict[str, Path]) -> None:
     layers = read_layers(
         json.loads((tiny["qwen3_moe"] / "config.json").read_text()), load_architecture("qwen3_moe").keys
