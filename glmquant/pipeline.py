@@ -451,27 +451,24 @@ def graft_mtp(
     """Give a checkpoint the MTP layer back that it lost, in place, then validate it; see graft.graft.
 
     Args:
-        source: folder with config.json and at least the shards that hold the MTP layer, bf16 or block-scaled FP8.
+        source: folder with config.json and at least the shards that hold the MTP layer, bf16 or block-scaled FP8; or
+            `org/name[@revision]`, of which these shards are fetched.
         quantized: store the MTP layer's experts in MXFP4 where the checkpoint's main layers have theirs so; otherwise
             everything is stored as the source has it (FP8 as bf16).
         force: graft although the two are not of one set of weights.
         dry_run: only say what would be done.
 
-    Raises: as `graft`; CheckpointError also for a source on the Hub, whose message names the few files to fetch.
+    Raises: as `graft`.
     """
-    from glmquant.graft import files_to_fetch, graft, open_donor  # the other verbs start faster without
+    from glmquant.graft import graft, open_donor  # the other verbs start faster without
 
+    found, folder = parse_targets(targets), Path(checkpoint)
+    hub, holder = None, None
     if repo := parse_repo(os.fspath(source)):
         holder = _Holder()
-        hub = fetch_small(repo, holder.folder)
-        words = ["hf", "download", repo.id, *files_to_fetch(open_donor(hub.folder, hub.headers))]
-        raise CheckpointError(
-            f"{repo}: the MTP layer is taken from a folder, where config.json and the shards that hold it are enough",
-            shlex.join([*words, "--revision", hub.repo.revision, "--local-dir", "FOLDER"]),
-        )
-    found, folder = parse_targets(targets), Path(checkpoint)
+        hub = fetch_small(repo, holder.folder, partly=True)
     done = graft(
-        open_donor(Path(source)),
+        open_donor(hub.folder if hub else Path(source), hub),
         folder,
         found,
         form,
@@ -481,7 +478,7 @@ def graft_mtp(
         force=force,
         allow_zeros=allow_zeros,
         dry_run=dry_run,
-        progress=lambda total: progress_bar(total, progress, "grafting"),
+        progress=lambda total, doing: progress_bar(total, progress, doing),
     )
     if dry_run or done.exclusions is None:
         return done

@@ -73,6 +73,7 @@ class Fault:
         slow: seconds for each piece of 4 KB.
         corrupt: the content's first byte is another one.
         no_range: the request's range is ignored.
+        least: requests for a range of fewer bytes are left alone.
     """
 
     where: str
@@ -83,6 +84,7 @@ class Fault:
     slow: float = 0.0
     corrupt: bool = False
     no_range: bool = False
+    least: int = 0
 
 
 @dataclass
@@ -137,10 +139,11 @@ class HubServer:
         self.faults.append(Fault(where, **options))
         return self.faults[-1]
 
-    def take_fault(self, request: str) -> Fault | None:
+    def take_fault(self, request: str, range_: str) -> Fault | None:
+        start, end = map(int, re.findall(r"\d+", range_)) if re.fullmatch(r"bytes=\d+-\d+", range_) else (0, -1)
         with self.lock:
             for fault in self.faults:
-                if fault.times > 0 and re.search(fault.where, request):
+                if fault.times > 0 and re.search(fault.where, request) and end - start + 1 >= fault.least:
                     fault.times -= 1
                     return fault
         return None
@@ -175,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_.received = len(self.body)
         with hub.lock:
             hub.requests.append(self.request_)
-        self.fault = hub.take_fault(f"{self.command} {self.request_.path}")
+        self.fault = hub.take_fault(f"{self.command} {self.request_.path}", self.request_.range)
         if self.fault and self.fault.status:
             self._json({"error": "a fault"}, self.fault.status, self.fault.headers)
             return

@@ -17,6 +17,7 @@ import support
 import torch
 import torture
 from checkpoints import edit_json
+from hub_server import HubServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -28,6 +29,7 @@ from glmquant.checkpoint import writer
 from glmquant.cli import main
 from glmquant.errors import BackendError, CheckpointError, ExclusionError, OutputError, RecipeError
 
+REPO = "org/model"
 MTP = "model.layers.5."
 MTP_SHARD = "model-00003-of-00003.safetensors"
 NEW = "model-mtp-00001-of-00001.safetensors"
@@ -155,7 +157,7 @@ def test_of_routed_only_the_routed_experts_are_quantized(tiny: Path, tmp_path: P
 def test_the_shard_size_is_bounded_and_names_never_clash(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("glmquant.graft.SHARD_SIZE", 300_000)
+    monkeypatch.setattr("glmquant.graft.planning.SHARD_SIZE", 300_000)
     whole = support.output(tiny, "moe").output
     where = {name: file for name, (file, _) in support.tensors(whole).items()}
     taken = {MTP_SHARD: "model-mtp-00001-of-00001.safetensors", "model-00001-of-00003.safetensors": ""}
@@ -442,22 +444,117 @@ def test_a_dry_run_writes_nothing_and_says_all(tiny: Path, tmp_path: Path, capsy
     assert found["bytes"] == sum(tensor.nbytes for tensor in new.values())
 
 
-def test_a_hub_name_gets_the_command_that_fetches_the_few_files(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_of_a_repository_only_the_shards_with_the_mtp_layer_are_fetched(
+    server: HubServer, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fetch_small(repo: object, folder: Path) -> object:
-        from glmquant.checkpoint.header import read_header
+    whole = support.output(tiny, "moe").output
+    lost = without_mtp(whole, tmp_path / "lost")
+    before = support.fingerprint(lost)
+    server.add(REPO, tiny)
+    size = (tiny / MTP_SHARD).stat().st_size
+    assert main(["mtp", "graft", REPO, str(lost), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"from the Hub  1 shards to be fetched: {size:,} bytes" in said and "all equal" in said
+    assert support.fingerprint(lost) == before and not (lost / ".glmquant").exists()
+    asked = server.of(f"GET /cdn/.*{MTP_SHARD}")
+    assert f"bytes=0-{size - 1}" not in [request.range for request in asked]
+    server.requests.clear()
+    done = glmquant.graft_mtp(REPO, lost)
+    assert done.ok and done.fetched == (MTP_SHARD,) and done.fetched_bytes == size and done.compared > 50
+    check_whole(lost, whole)
+    assert not (lost / ".glmquant").exists()
+    full = [request.path for request in server.of("GET /cdn/") if request.sent > size // 2]
+    assert len(full) == 1 and full[0].endswith(MTP_SHARD)
+    server.requests.clear()
+    assert glmquant.graft_mtp(REPO, lost).nothing_to_do
+    assert server.sent(f"GET /cdn/.*{MTP_SHARD}") < size // 2
 
-        for name in ("config.json", support.INDEX):
-            shutil.copy2(tiny / name, folder / name)
-        headers = {path.name: read_header(path) for path in tiny.glob("*.safetensors")}
-        return SimpleNamespace(folder=folder, headers=headers, repo=SimpleNamespace(revision="abc123"))
 
-    monkeypatch.setattr("glmquant.pipeline.fetch_small", fetch_small)
+def test_another_fine_tune_on_the_hub_is_refused_before_it_is_fetched(
+    server: HubServer, tiny: Path, tmp_path: Path
+) -> None:
+    norm = "model.layers.2.input_layernorm.weight"
+    server.add(REPO, support.copy(tiny, tmp_path / "tuned", lambda name, t: t + 1 if name == norm else t))
     lost = without_mtp(support.output(tiny, "moe").output, tmp_path / "lost")
-    assert main(["mtp", "graft", "org/name", str(lost)]) == 1
-    command = f"hf download org/name config.json {support.INDEX} {MTP_SHARD} --revision abc123 --local-dir FOLDER"
-    assert command in capsys.readouterr().err
+    before = support.fingerprint(lost)
+    with pytest.raises(CheckpointError, match=rf"not the same weights: 1 of \d+ .*'{norm}' first"):
+        glmquant.graft_mtp(REPO, lost)
+    assert support.fingerprint(lost) == before and not (lost / ".glmquant").exists()
+    assert server.sent(f"GET /cdn/.*{MTP_SHARD}") < (tiny / MTP_SHARD).stat().st_size // 2
+
+
+def test_a_part_of_two_origins_is_found_once_the_donor_is_fetched(
+    server: HubServer, tiny: Path, tmp_path: Path
+) -> None:
+    server.add(REPO, tiny)
+    whole = support.output(tiny, "moe").output
+    same = without_mtp(whole, tmp_path / "same", lambda name: "norm" in name)
+    other = support.copy(same, tmp_path / "other", lambda name, t: t + 1 if name == f"{MTP}enorm.weight" else t)
+    names = set(os.listdir(other))
+    assert glmquant.graft_mtp(REPO, same).there == 9
+    check_whole(same, whole)
+    with pytest.raises(CheckpointError, match=r"1 tensors of it are not SRC's.*\n.*\n.*are kept in .*mtp-source for"):
+        glmquant.graft_mtp(REPO, other)
+    assert set(os.listdir(other)) == names | {".glmquant"}
+    assert os.listdir(other / ".glmquant/mtp-source") == [MTP_SHARD]
+    server.requests.clear()
+    assert glmquant.graft_mtp(REPO, other, force=True).ok
+    assert set(os.listdir(other)) == {*names, NEW, f"{support.INDEX}.bak"}
+    assert server.sent(f"GET /cdn/.*{MTP_SHARD}") < (tiny / MTP_SHARD).stat().st_size // 2
+
+
+def test_a_fetch_that_breaks_off_is_continued(server: HubServer, tiny: Path, tmp_path: Path) -> None:
+    server.add(REPO, tiny)
+    whole = support.output(tiny, "moe").output
+    lost = without_mtp(whole, tmp_path / "lost")
+    before = support.fingerprint(lost)
+    size = (tiny / MTP_SHARD).stat().st_size
+    broken = server.fault(f"GET /cdn/.*{MTP_SHARD}", cut=size // 3, least=size // 2)
+    refused = server.fault(f"GET /cdn/.*{MTP_SHARD}", times=100, status=503, least=size // 2)
+    with pytest.raises(CheckpointError, match=r"the server answers 503.*\n.*\n.*kept in"):
+        glmquant.graft_mtp(REPO, lost)
+    assert broken.times == 0 and refused.times < 99
+    now = support.fingerprint(lost)
+    assert {name: now[name] for name in before if name != "."} == {n: v for n, v in before.items() if n != "."}
+    refused.times = 0
+    server.requests.clear()
+    assert glmquant.graft_mtp(REPO, lost).ok
+    check_whole(lost, whole)
+    assert f"bytes={size // 3}-{size - 1}" in [request.range for request in server.of(f"GET /cdn/.*{MTP_SHARD}")]
+    assert not (lost / ".glmquant").exists()
+
+
+def test_offline_the_shards_in_the_cache_are_enough(
+    server: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants, snapshot_download
+
+    server.add(REPO, tiny)
+    whole = support.output(tiny, "moe").output
+    lost = without_mtp(whole, tmp_path / "lost")
+    snapshot_download(REPO, allow_patterns=["*.json"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=rf"47 of 47 are missing\)\n  Fetch .*{MTP_SHARD}"):
+        glmquant.graft_mtp(REPO, lost)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    snapshot_download(REPO, allow_patterns=[MTP_SHARD])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    server.requests.clear()
+    done = glmquant.graft_mtp(REPO, lost)
+    assert done.fetched == () and server.requests == []
+    check_whole(lost, whole)
+
+
+def test_room_for_what_is_fetched_is_asked_for_first(
+    server: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(REPO, tiny)
+    lost = without_mtp(support.output(tiny, "moe").output, tmp_path / "lost")
+    size = (tiny / MTP_SHARD).stat().st_size
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=size + 100_000))
+    with pytest.raises(OutputError, match="bytes free, the output needs"):
+        glmquant.graft_mtp(REPO, lost)
+    assert not (lost / ".glmquant").exists()
 
 
 def test_a_small_disk_is_said_before_anything_is_written(
@@ -505,12 +602,12 @@ def test_what_a_killed_graft_left_is_written_again_or_named(
     whole = support.output(tiny, "moe").output
     lost = without_mtp(whole, tmp_path / "lost")
     with monkeypatch.context() as patch:
-        patch.setattr("glmquant.graft.back_up", lambda *_: 1 / 0)
+        patch.setattr("glmquant.graft.writing.back_up", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             glmquant.graft_mtp(tiny, lost)
     assert (lost / NEW).exists() and NEW not in (lost / support.INDEX).read_text()
     with monkeypatch.context() as patch:
-        patch.setattr("glmquant.graft.SHARD_SIZE", 300_000)
+        patch.setattr("glmquant.graft.planning.SHARD_SIZE", 300_000)
         with pytest.raises(OutputError, match=rf"{NEW}: left by a graft with other options.*\n  Remove it"):
             glmquant.graft_mtp(tiny, lost)
     flip_last_bit(lost / NEW)
@@ -555,7 +652,7 @@ def test_killed_at_any_step_it_is_as_it_was_or_complete(
     small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, lost = small
-    monkeypatch.setattr("glmquant.graft.SHARD_SIZE", 40_000)  # several new shards
+    monkeypatch.setattr("glmquant.graft.planning.SHARD_SIZE", 40_000)  # several new shards
     out, whole = tmp_path / "out", Path(shutil.copytree(lost, tmp_path / "whole"))
 
     def graft(folder: Path, act: Callable[[str, int], object]) -> list[str]:

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,35 +60,6 @@ def make(folder: Path, seed: int) -> Path:
     (folder / "tokenizer.json").write_bytes(noise.randbytes(1_100_000))
     (folder / "sub/empty.txt").write_bytes(b"")
     return folder
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A hub, with huggingface_hub turned to it; it reads most of its settings when it is imported."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import _http
-
-    with HubServer().running() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-        monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: None))
-        monkeypatch.setattr(hub, "SOON", (0.01, 0.01))
-        for module in (hub, push):
-            monkeypatch.setattr(module, "PATIENT", (0.01, 0.01, 0.01))
-            monkeypatch.setattr(module, "SOON", (0.01, 0.01))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.delenv("HTTP_PROXY", raising=False)
-        monkeypatch.delenv("http_proxy", raising=False)
-        _http.close_session()
-        yield running
-        _http.close_session()
 
 
 @pytest.fixture

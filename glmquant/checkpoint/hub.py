@@ -110,10 +110,13 @@ def parse_repo(text: str) -> Repo | None:
     return Repo(match["id"], match["revision"] or "") if match and not os.path.lexists(text) else None
 
 
-def fetch_small(repo: Repo, folder: Path) -> HubSource:
+def fetch_small(repo: Repo, folder: Path, *, partly: bool = False) -> HubSource:
     """Resolve the commit, fetch every file that is no shard into `folder`, and the header of every shard.
 
     No byte of a weight is fetched. What is in the user's hub cache is taken from there, with HF_HUB_OFFLINE everything.
+
+    Args:
+        partly: offline, what is in the cache will do.
 
     Raises:
         CheckpointError: the repository cannot be reached, does not exist, needs a token or a licence to be accepted,
@@ -122,7 +125,7 @@ def fetch_small(repo: Repo, folder: Path) -> HubSource:
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE:
-        return _from_cache(repo)
+        return _from_cache(repo, partly)
     stop = threading.Event()
     at, files = list_files(repo, stop, SOON)
     small = _small(at, files)
@@ -195,7 +198,7 @@ def _small(at: Repo, files: Mapping[str, HubFile]) -> list[str]:
     return small
 
 
-def _from_cache(repo: Repo) -> HubSource:
+def _from_cache(repo: Repo, partly: bool) -> HubSource:
     """Offline: a snapshot in the hub cache is a folder like any other."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -209,7 +212,7 @@ def _from_cache(repo: Repo) -> HubSource:
     folder = Path(found).parent
     named = set(read_json(folder / INDEX).get("weight_map", {}).values()) if (folder / INDEX).exists() else set()
     present = {path.name: path for path in folder.glob("*" + SUFFIX) if path.exists()}
-    if missing := sorted(named - present.keys()):
+    if (missing := sorted(named - present.keys())) and not partly:
         raise CheckpointError(
             f"HF_HUB_OFFLINE is set, and {len(missing)} of {len(named)} shards of {repo} are not in the hub cache: "
             f"{missing[0]}" + (" and others" if len(missing) > 1 else ""),
@@ -220,6 +223,30 @@ def _from_cache(repo: Repo) -> HubSource:
         name: HubFile(path.stat().st_size, os.path.basename(os.path.realpath(path))) for name, path in present.items()
     }
     return HubSource(Repo(repo.id, folder.name), folder, files, {}, present)
+
+
+class RangeReader:
+    """Pieces of a shard on the Hub, a request for each: for looking into it, with the calls of a ShardReader."""
+
+    def __init__(self, hub: HubSource, file: str) -> None:
+        self._at, self._file = hub.repo, file
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with the bytes from `offset` of the file on.
+
+        Raises:
+            CheckpointError: they cannot be fetched.
+        """
+        content = bytearray()
+        with explained(self._at, self._file):
+            _stream(self._at, self._file, offset, offset + len(buffer), content.extend, threading.Event(), SOON)
+        buffer[:] = content
 
 
 class HubShards:

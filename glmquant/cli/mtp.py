@@ -17,9 +17,10 @@ model-mtp-*.safetensors; the old shards are not touched, and index and config.js
 (.bak) of each. The exclude list, total_size and num_nextn_predict_layers are put right, then CKPT is validated. Given
 again after a kill, it ends what it began; given for a checkpoint that has its MTP layer, it does nothing.
 
-SRC is the model that CKPT was made from, bf16 or block-scaled FP8; config.json and the shards with the MTP layer are
-enough (for org/name on the Hub, the command that fetches just these is printed). Tensors that both have un-quantized
-are compared, because an MTP layer drafts badly for another fine-tune; --force grafts all the same.
+SRC is the model that CKPT was made from, bf16 or block-scaled FP8: a folder in which config.json and the shards with
+the MTP layer are enough, or org/name[@revision] on the Hub, of which only these shards are fetched (into CKPT/.glmquant
+until the end). Tensors that both have un-quantized are compared, because an MTP layer drafts badly for another
+fine-tune; --force grafts all the same.
 """
 
 
@@ -31,7 +32,9 @@ def add(verbs: Any) -> None:
     )
     graft.description, graft.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
     graft.add_argument("action", choices=("graft",), help="the one thing there is to do")
-    graft.add_argument("source", metavar="SRC", help="folder of the model that CKPT was made from, or its MTP shards")
+    graft.add_argument(
+        "source", metavar="SRC", help="the model that CKPT was made from: a folder, or org/name[@revision] on the Hub"
+    )
     graft.add_argument("checkpoint", metavar="CKPT", help="folder of a checkpoint without MTP layer; changed in place")
     graft.add_argument(
         "--quantized",
@@ -82,6 +85,9 @@ def _lines(done: Graft) -> list[str]:
     if done.compared:
         differ = f"{len(done.different):,} differ, {done.different[0]} first" if done.different else "all equal"
         lines.append(f"compared      {done.compared:,} un-quantized tensors with SRC: {differ}")
+    if done.fetched:
+        what = "to be fetched" if done.dry_run else "fetched"
+        lines.append(f"from the Hub  {len(done.fetched):,} shards {what}: {done.fetched_bytes:,} bytes")
     if done.shards:
         packed = f", {done.quantized:,} weights in MXFP4" if done.quantized else ""
         files = done.shards[0] + (f" ... {done.shards[-1]}" if len(done.shards) > 1 else "")
@@ -115,6 +121,8 @@ def _json(done: Graft) -> dict[str, Any]:
         "tensors": done.tensors,
         "bytes": done.nbytes,
         "quantized": done.quantized,
+        "fetched": list(done.fetched),
+        "fetched_bytes": done.fetched_bytes,
         "compared": done.compared,
         "different": list(done.different),
         "index": done.index,

@@ -1,0 +1,88 @@
+"""Writes a graft: shards, index, config.json, in this order."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from glmquant.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, file_digest, replace_file
+from glmquant.checkpoint.source import CONFIG, INDEX
+from glmquant.checkpoint.writer import TEMPORARY, ShardWriter, check_space, write_file
+from glmquant.errors import OutputError
+from glmquant.graft.donor import Advance, Donor
+from glmquant.graft.planning import STEM, Plan
+from glmquant.mend import back_up, like
+from glmquant.mxfp4.backend import Backend
+from glmquant.streaming import SourceShards, Streamer
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps out a second graft on the same folder. Where the file system has no locks, nobody is kept out."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # what is wrong with it is said better by `inspect`
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"{folder} is being grafted by another process", "Wait for it.") from None
+        except OSError as err:
+            logger.warning("%s cannot be locked (%s): start no second graft on it", folder, err.strerror)
+        yield
+    finally:
+        os.close(fd)
+
+
+def write(
+    plan: Plan, donor: Donor, backends: Sequence[Backend], threads: int, advance: Advance, allow_zeros: bool
+) -> list[Path]:
+    """Shards, index, config.json, in this order; each appears whole or not at all. Returns the backups."""
+    folder = plan.checkpoint.folder
+    for partial in folder.glob(f".{STEM}*{TEMPORARY}"):  # of a killed run
+        partial.unlink(missing_ok=True)
+    check_space(folder, plan.disk_needed)
+    if plan.first_index:  # without an index engines read every shard in the folder
+        _replace(folder, INDEX, plan.first_index)
+    records: list[ShardRecord] = []
+    try:
+        for shard in plan.shards:
+            ShardWriter(folder, shard.file, shard.header, shard.file_size).reserve()
+        source = SourceShards(donor.headers, plan.shards, donor.path)
+        Streamer(backends, threads, advance, records.append, allow_zeros=allow_zeros).run(plan.shards, source, folder)
+    finally:
+        for shard in plan.shards:
+            (folder / f".{shard.file}{TEMPORARY}").unlink(missing_ok=True)
+    new = {INDEX: plan.index, CONFIG: plan.config}
+    backups = [back_up(folder, name) for name, value in new.items() if value and (folder / name).exists()]
+    _record(folder, records, backups)
+    for name, value in new.items():
+        if value:
+            _replace(folder, name, value)
+    return backups
+
+
+def _replace(folder: Path, name: str, value: dict[str, Any]) -> None:
+    exists = (folder / name).exists()
+    replace_file(folder, name, like(folder / name, value) if exists else json.dumps(value, indent=2).encode())
+
+
+def _record(folder: Path, records: Sequence[ShardRecord], backups: Sequence[Path]) -> None:
+    """Into the manifest, where there is one, so that `verify` knows the new files and misses no lost shard."""
+    if not (folder / MANIFEST).exists():
+        return
+    old = Manifest.read(folder)
+    files = {**old.files, **{path.name: (path.stat().st_size, file_digest(path)) for path in backups}}
+    kept = {file: record for file, record in old.shards.items() if (folder / file).exists()}
+    shards = {**kept, **{record.file: record for record in sorted(records, key=lambda record: record.file)}}
+    write_file(folder, MANIFEST, Manifest(old.fingerprint, shards, files).encode())
