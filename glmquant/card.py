@@ -71,6 +71,28 @@ def make_card(source_card: Path, plan: Plan, exclusions: ExclusionList, record: 
     return "\n".join(lines) + "\n"
 
 
+def with_graft(card: str, graft: Mapping[str, Any]) -> str:
+    """A card with a section on the MTP layer that was added later, instead of an earlier one.
+
+    Args:
+        graft: `mtp_graft` of glmquant.json.
+    """
+    packed = f"{graft['quantized']:,} weights of them in MXFP4" if graft["quantized"] else "un-quantized"
+    versions = _plain(", ".join(f"{tool} {number}" for tool, number in graft["versions"].items()))
+    lines = [
+        _GRAFT,
+        "",
+        f"Added afterwards from {_code(graft['source'])} by `glmquant mtp graft` ({versions}): {graft['tensors']:,}",
+        f"tensors, {graft['bytes']:,} bytes, {packed}. What is said above may be without them. With it, serve with",
+        "",
+        "```",
+        _DRAFT.replace("\\\n", "").strip().replace("  ", " "),
+        "```",
+    ]
+    return card.partition(f"\n{_GRAFT}\n")[0].rstrip("\n") + "\n\n" + "\n".join(lines) + "\n"
+
+
+_GRAFT = "## The MTP layer"
 _DRAFT = (
     " \\\n  --speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
     " --speculative-num-draft-tokens 4"

@@ -79,13 +79,5 @@ def _record(
         "versions": {"glmquant": installed_version("glmquant"), "amd-quark": backend.version},
         "targets": [str(target) for target in exclusions.targets],
         "needs": [str(need) for need in exclusions.needs],
-        "exclude": [
-            {
-                "entry": e.text,
-                "origin": e.origin,
-                "module": e.module,
-                **({"source": e.source} if e.source else {}),
-            }
-            for e in exclusions.entries
-        ],
+        "exclude": [entry.record() for entry in exclusions.entries],
     }

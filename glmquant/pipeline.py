@@ -21,7 +21,7 @@ from glmquant.checkpoint.hub import HubSource, Repo, fetch_small, parse_repo
 from glmquant.checkpoint.layers import read_layers
 from glmquant.checkpoint.manifest import MANIFEST, Manifest, open_run
 from glmquant.checkpoint.push import COMMIT_SHARDS, Pusher
-from glmquant.checkpoint.source import CONFIG, Checkpoint, open_source, read_json
+from glmquant.checkpoint.source import CONFIG, Checkpoint, model_name, open_source, read_json
 from glmquant.checkpoint.writer import check_place
 from glmquant.engines.targets import DEFAULT_TARGETS, parse_targets
 from glmquant.errors import CheckpointError, OutputError
@@ -328,7 +328,7 @@ def quantize(
         raise OutputError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
     target = _push_target(push_to_hub, drop_pushed, delete_source_shards, alone=world_size == 1 and ray is None)
     backends = make_backends(backend, device, check_backend)
-    base = base_model or (result.hub.repo.id if result.hub else _guess_base_model(checkpoint.folder))
+    base = base_model or (result.hub.repo.id if result.hub else model_name(checkpoint.folder))
     threads = threads_for(backends, workers or default_workers())
     decides = fingerprint(checkpoint, planned, result.exclusions.texts, base, backends[0], result.hub)
     words = ["glmquant", "quantize", str(result.hub.repo if result.hub else source), str(output), *result.options]
@@ -401,14 +401,6 @@ def _pusher(target: Repo, output: Path, planned: Plan, drop: bool) -> Pusher:
     # While a commit's shards are on their way, as many again may be written.
     room = 2 * COMMIT_SHARDS * max(shard.file_size for shard in planned.shards) if drop else None
     return Pusher(target, output, [shard.file for shard in planned.shards], drop=drop, max_pending=room)
-
-
-def _guess_base_model(folder: Path) -> str:
-    """`org/name` of a hub-cache snapshot (models--org--name/snapshots/<commit>), else the folder's name."""
-    parts = folder.resolve().parts
-    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        return parts[-3].removeprefix("models--").replace("--", "/", 1)
-    return parts[-1]
 
 
 def _check_utf8(words: Sequence[str]) -> None:

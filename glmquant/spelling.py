@@ -33,6 +33,11 @@ class Entry:
     module: str
     source: str = ""
 
+    def record(self) -> dict[str, str]:
+        """For glmquant.json."""
+        found = {"entry": self.text, "origin": self.origin, "module": self.module}
+        return {**found, "source": self.source} if self.source else found
+
 
 @dataclass(frozen=True, slots=True)
 class Cover:

@@ -427,6 +427,50 @@ def test_verify_knows_the_new_files(apart: Path, tmp_path: Path) -> None:
         assert {problem.code for problem in glmquant.verify(lost).problems} == {"damaged"}
 
 
+def test_record_and_card_of_an_output_say_where_its_mtp_layer_is_from(
+    server: HubServer, tiny: Path, tmp_path: Path
+) -> None:
+    commit = server.add(REPO, tiny)
+    without = without_mtp(tiny, tmp_path / "without")
+    with edit_json(without / "config.json") as config:
+        config["num_nextn_predict_layers"] = 0
+    out = glmquant.quantize(without, tmp_path / "out", base_model="org/model").output
+    before, card = support.read_json(out / "glmquant.json"), (out / "README.md").read_text()
+    assert "--speculative" not in card
+    done = glmquant.graft_mtp(REPO, out, quantized=True)
+    record, said = support.read_json(out / "glmquant.json"), (out / "README.md").read_text()
+    found = record.pop("mtp_graft")
+    assert (found["source"], found["shards"]) == (f"{REPO}@{commit}", [NEW])
+    assert (found["tensors"], found["bytes"], found["quantized"]) == (done.tensors, done.nbytes, 27)
+    assert {**record, "exclude": 0} == {**before, "exclude": 0}
+    listed = [entry["entry"] for entry in record["exclude"]]
+    assert listed == support.read_json(out / "config.json")["quantization_config"]["exclude"]
+    assert said.startswith(card) and f"`{REPO}@{commit}`" in said and "27 weights of them in MXFP4" in said
+    assert said.count("--speculative-algorithm EAGLE") == 1
+    assert glmquant.verify(out, tiny).ok
+    again = without_mtp(out, tmp_path / "again")
+    glmquant.graft_mtp(tiny, again)  # the earlier section goes
+    said = (again / "README.md").read_text()
+    assert (
+        said.startswith(card)
+        and said.count("## The MTP layer") == 1
+        and "`tiny`" in said
+        and REPO not in said[len(card) :]
+    )
+
+
+def test_a_card_that_is_no_text_is_left_as_it_is(tiny: Path, tmp_path: Path) -> None:
+    lost = without_mtp(support.output(tiny, "moe").output, tmp_path / "lost")
+    (lost / "README.md").write_bytes(b"\xff\xfe")
+    assert glmquant.graft_mtp(tiny, lost).ok
+    assert (lost / "README.md").read_bytes() == b"\xff\xfe"
+    other = without_mtp(support.output(tiny, "moe").output, tmp_path / "other")
+    (other / "glmquant.json").unlink()  # not glmquant's: nothing of it is ours to write
+    card = (other / "README.md").read_bytes()
+    assert glmquant.graft_mtp(tiny, other).ok
+    assert (other / "README.md").read_bytes() == card and not (other / "glmquant.json").exists()
+
+
 def test_a_dry_run_writes_nothing_and_says_all(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lost = undeclare(without_mtp(support.output(tiny, "moe").output, tmp_path / "lost"))
     before = support.fingerprint(lost)

@@ -194,6 +194,14 @@ def link_outside(root: Path, file: str) -> str:
     return "" if any(target.is_relative_to(folder) for folder in allowed) else os.readlink(path)
 
 
+def model_name(folder: Path) -> str:
+    """`org/name` of a hub-cache snapshot (models--org--name/snapshots/<commit>), else the folder's name."""
+    parts = folder.resolve().parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/", 1)
+    return parts[-1]
+
+
 def refuse_link_outside(root: Path, file: str) -> None:
     """Raise CheckpointError if the file is a symlink out of the checkpoint folder."""
     if target := link_outside(root, file):

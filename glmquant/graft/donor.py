@@ -13,7 +13,7 @@ from glmquant.checkpoint.header import ShardHeader, TensorInfo
 from glmquant.checkpoint.hub import HubShards, HubSource, RangeReader
 from glmquant.checkpoint.layers import Layers, read_layers
 from glmquant.checkpoint.layout import expected_tensors
-from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, Checkpoint, ShardReader, inspect
+from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, Checkpoint, ShardReader, inspect, model_name
 from glmquant.checkpoint.weights import Fp8Weight, offered
 from glmquant.checkpoint.writer import check_space
 from glmquant.errors import CheckpointError, GlmquantError
@@ -35,6 +35,7 @@ class Donor:
         offers: every tensor of the shards that are there, fused experts taken apart.
         mtp: names of those of the MTP layers.
         path: where a shard is on this disk.
+        name: for people, `org/name@commit` or the folder's.
         hub: the repository that holds the shards that are on no disk yet.
     """
 
@@ -44,6 +45,7 @@ class Donor:
     offers: Mapping[str, TensorInfo]
     mtp: tuple[str, ...]
     path: Callable[[str], Path]
+    name: str
     hub: HubSource | None = None
 
     @property
@@ -87,7 +89,9 @@ def open_donor(folder: Path, hub: HubSource | None = None) -> Donor:
     offers = {tensor.name: tensor for shard in offered(checkpoint).values() for tensor in shard}
     mtp = tuple(name for name in offers if architecture.module(module_name(name), layers).is_mtp)
     path = hub.cached.__getitem__ if hub else folder.joinpath
-    donor = Donor(checkpoint, layers, architecture, offers, mtp, path, hub)
+    donor = Donor(
+        checkpoint, layers, architecture, offers, mtp, path, str(hub.repo) if hub else model_name(folder), hub
+    )
     if not architecture.keys.mtp:
         raise CheckpointError(f"{folder}: models of type {checkpoint.model_type} have no MTP layer", "Nothing is lost.")
     if not layers.mtp:

@@ -93,7 +93,8 @@ class Graft:
 class Plan:
     """All that is to be written; `index` and `config` are None where the file stays as it is.
 
-    `unread` are parts of the MTP layer that are to be compared once the donor's shards are fetched.
+    `unread` are parts of the MTP layer that are to be compared once the donor's shards are fetched; `exclusions` is the
+    new list, if there is one.
     """
 
     checkpoint: Checkpoint
@@ -102,6 +103,7 @@ class Plan:
     index: dict[str, Any] | None
     config: dict[str, Any] | None
     unread: tuple[Pair, ...]
+    exclusions: ExclusionList | None
 
     @property
     def disk_needed(self) -> int:
@@ -189,6 +191,7 @@ def make_plan(
         None if same_index else index,
         config if config != checkpoint.config else None,
         tuple(unread),
+        None if keeps else found,
     )
     return plan, result
 

@@ -8,20 +8,27 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+from glmquant.card import with_graft
+from glmquant.checkpoint.header import open_regular
 from glmquant.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, file_digest, replace_file
-from glmquant.checkpoint.source import CONFIG, INDEX
+from glmquant.checkpoint.source import CONFIG, INDEX, read_json, refuse_link_outside
 from glmquant.checkpoint.writer import TEMPORARY, ShardWriter, check_space, write_file
-from glmquant.errors import OutputError
+from glmquant.errors import CheckpointError, OutputError
+from glmquant.finishing import CARD, RECORD
 from glmquant.graft.donor import Advance, Donor
 from glmquant.graft.planning import STEM, Plan
 from glmquant.mend import back_up, like
 from glmquant.mxfp4.backend import Backend
 from glmquant.streaming import SourceShards, Streamer
+from glmquant.text import printable
 
 logger = logging.getLogger(__name__)
+
+_MAX_CARD = 1_000_000
 
 
 @contextmanager
@@ -66,6 +73,8 @@ def write(
     new = {INDEX: plan.index, CONFIG: plan.config}
     backups = [back_up(folder, name) for name, value in new.items() if value and (folder / name).exists()]
     _record(folder, records, backups)
+    if plan.shards:
+        _tell(plan, donor, backends[0].version)
     for name, value in new.items():
         if value:
             _replace(folder, name, value)
@@ -86,3 +95,33 @@ def _record(folder: Path, records: Sequence[ShardRecord], backups: Sequence[Path
     kept = {file: record for file, record in old.shards.items() if (folder / file).exists()}
     shards = {**kept, **{record.file: record for record in sorted(records, key=lambda record: record.file)}}
     write_file(folder, MANIFEST, Manifest(old.fingerprint, shards, files).encode())
+
+
+def _tell(plan: Plan, donor: Donor, quark: str) -> None:
+    """In the record and on the card of an output of glmquant, which speak of it as it was; elsewhere nothing."""
+    folder = plan.checkpoint.folder
+    if not (folder / RECORD).exists():
+        return
+    jobs = [job for shard in plan.shards for job in shard.jobs]
+    record = {
+        **read_json(folder / RECORD),
+        "mtp_graft": {
+            "source": printable(donor.name),
+            "versions": {"glmquant": installed_version("glmquant"), "amd-quark": quark},
+            "shards": [shard.file for shard in plan.shards],
+            "tensors": sum(len(job.outputs) for job in jobs),
+            "bytes": sum(out.end - out.start for job in jobs for out in job.outputs),
+            "quantized": sum(job.quantized for job in jobs),
+        },
+    }
+    if plan.exclusions:
+        record["exclude"] = [entry.record() for entry in plan.exclusions.entries]
+    replace_file(folder, RECORD, like(folder / RECORD, record))
+    try:
+        refuse_link_outside(folder, CARD)
+        with open_regular(folder / CARD) as file:
+            card = file.read(_MAX_CARD + 1).decode()
+    except (OSError, UnicodeDecodeError, CheckpointError):
+        return
+    if len(card) <= _MAX_CARD:
+        replace_file(folder, CARD, with_graft(card, record["mtp_graft"]).encode())
