@@ -104,13 +104,13 @@ def tensors(
 
     Args:
         allowed: names that may be there or not.
-        others: names that begin so are part of the model too.
+        others: names that begin so are part of the model too (a vision tower).
         mtp: whether the model type has MTP layers.
     """
     pile = _Pile()
     undeclared = "absent" if mtp and not layers.mtp else "stray"
     stray = _strays(checkpoint.tensors, formats, expected, allowed, others, layers, undeclared, pile)
-    _missing(checkpoint.tensors, expected, layers, stray, pile)
+    _missing(checkpoint.tensors, expected, layers, others, stray, pile)
     known = {m: kind for m, kind in formats.items() if not expected or f"{m}.weight" in expected}
     _scales(checkpoint.tensors, known, expected, stray, pile)
     _shapes(checkpoint.tensors, formats, expected, pile)
@@ -145,6 +145,10 @@ TENSOR_CODES = {
     "mtp-undeclared": (
         "the tensors of an MTP layer, or of another further one, are stored, and config.json does not declare it",
         "Set num_nextn_predict_layers to the number of MTP layers; remove what is no MTP layer.",
+    ),
+    "vision-absent": (
+        "config.json declares a vision tower, and no tensor of it is stored: text works, images are seen through noise",
+        "Copy it from the source if images are to be understood.",
     ),
     "tensor-unexpected": ("tensors that are no part of this model", "Remove or rename them."),
     "tensor-misnamed": (
@@ -227,14 +231,19 @@ def _missing(
     tensors: Mapping[str, TensorInfo],
     expected: Mapping[str, Shape],
     layers: Layers,
+    others: tuple[str, ...],
     stray: Mapping[str, str],
     pile: _Pile,
 ) -> None:
-    absent = [layers.at(n) for n in layers.mtp]
+    mtp = [layers.at(n) for n in layers.mtp]
+    absent = [*mtp, *(prefix for prefix in others if any(name.startswith(prefix) for name in expected))]
     for name in tensors:
         absent = [prefix for prefix in absent if not name.startswith(prefix)] if absent else absent
     for prefix in absent:
-        pile.add("mtp-absent", prefix)
+        if prefix in mtp:
+            pile.add("mtp-absent", prefix)
+        else:
+            pile.add("vision-absent", prefix, "")
     for name in expected:
         if name in tensors or name.startswith(tuple(absent)):
             continue
@@ -275,14 +284,16 @@ def _shapes(
         tensor = tensors.get(name)
         if tensor is None:
             continue
-        if formats.get(name.rpartition(".")[0]) == "mxfp4":
+        if name.endswith(".weight") and formats.get(name.removesuffix(".weight")) == "mxfp4":
             want = (*want[:-1], want[-1] // 2)
         if tensor.shape != want:
             pile.add("tensor-shape", name, f"shape.{_difference(tensor.shape, want)}")
 
 
 def _difference(found: Sequence[int], want: Sequence[int]) -> str:
-    """How a matrix is not as it should be: `rank`, `both`, `short`, `tall` (rows), `broadcast`, `narrow`, `wide`."""
+    """How it is not as it should be: `rank`, `both`, `short`, `tall` (rows), `broadcast`, `narrow`, `wide`."""
+    if len(found) == len(want) == 1:
+        return "short" if found[0] < want[0] else "tall"
     if len(found) != len(want) or len(want) != 2:
         return "rank"
     if found[0] != want[0] and found[1] != want[1]:
@@ -301,7 +312,8 @@ def place(module: str, fused: bool, layers: Layers, roles: Mapping[str, str]) ->
         fused: the shared expert is one more expert of the container.
         roles: Architecture.roles.
     """
-    role = roles.get(module.rpartition(".")[2])
+    _, _, own = module.rpartition(".")
+    role = roles.get(".".join(module.split(".")[-2:])) or roles.get(own)
     side = role if role in ("up", "down") else None
     if layers.container and f".{layers.container}." in module:
         return f"experts.{side}"

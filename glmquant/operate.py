@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from glmquant.checkpoint.source import inspect
 from glmquant.engines.targets import DEFAULT_TARGETS, ENGINES, parse_targets
 from glmquant.errors import CheckpointError, GlmquantError
 from glmquant.evals import results as eval_results
@@ -33,7 +34,7 @@ from glmquant.serving.settings import engine_settings, hardware, profiles
 from glmquant.serving.stack import Stack, open_stack
 from glmquant.serving.subject import Subject, nearest, read_subject
 from glmquant.streaming import default_workers
-from glmquant.validator import validate_folder
+from glmquant.validator import validate_inspected
 
 
 def launch(
@@ -179,15 +180,15 @@ def report(
     page = Path(html) if html else default_page(folder)
     lines = Path(jsonl) if jsonl else page.with_suffix(".jsonl")
     check_outputs((page, lines), [folder, *([original] if original else [])])
-    validation = validate_folder(folder, parse_targets(targets))
+    read, problems = inspect(folder)
     return write_report(
-        folder,
+        read,
         original,
         page,
         lines,
         sample,
-        validation,
-        read_kernel_keys(folder, [Path(each) for each in site_packages]),
+        validate_inspected(read, problems, parse_targets(targets)),
+        read_kernel_keys(read, problems, [Path(each) for each in site_packages]),
         workers or default_workers(),
         lambda total: progress_bar(total, progress, "reading"),
     )

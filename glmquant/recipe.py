@@ -148,9 +148,9 @@ class Architecture:
     Attributes:
         keys: where its config.json says which layer is what.
         tensors: what it is made of, see checkpoint/layout.py.
-        others: names of tensors begin so that belong to the model and follow no rule of `tensors`.
-        roles: last part of a module's name -> how engines hold it: `up` or `down` (of an MLP), `row` (row-parallel),
-            `qkv` (side by side with others); every other module stands alone.
+        others: names of tensors begin so that belong to the model, all or none of which are there (a vision tower).
+        roles: last part of a module's name, or last two -> how engines hold it: `up` or `down` (of an MLP), `row`
+            (row-parallel), `qkv` (side by side with others); every other module stands alone.
         prefix: names of a layer's modules begin so.
     """
 
@@ -348,10 +348,15 @@ def _layer_keys(path: Path, data: Mapping[str, Any], mtp: Mapping[str, Any]) -> 
 
 
 def _vision(path: Path, spec: Any) -> VisionKeys:
-    _keys(path, spec, "config.vision", {"inside", "blocks", "default"})
-    if type(spec.get("default")) is not int or spec["default"] < 0:
-        raise RecipeError(f"{path}: config.vision.default must be a number of blocks")
-    return VisionKeys(_text(path, spec, "inside"), _text(path, spec, "blocks"), spec["default"])
+    _keys(path, spec, "config.vision", {"inside", "blocks", "defaults"})
+    defaults, blocks = spec.get("defaults"), _text(path, spec, "blocks")
+    if not isinstance(defaults, dict) or not all(
+        isinstance(key, str) and type(value) is int and value >= 0 for key, value in defaults.items()
+    ):
+        raise RecipeError(f"{path}: config.vision.defaults must be a map of keys to numbers")
+    if blocks not in defaults:
+        raise RecipeError(f"{path}: config.vision.defaults must say how many {blocks} there are")
+    return VisionKeys(_text(path, spec, "inside"), blocks, tuple(sorted(defaults.items())))
 
 
 def _set_rule(path: Path, where: str, rule: Any) -> SetRule:
@@ -372,7 +377,7 @@ def _set_rule(path: Path, where: str, rule: Any) -> SetRule:
 
 
 def _tensors(path: Path, data: Mapping[str, Any], kinds: set[str]) -> Iterator[TensorRule]:
-    known = {"top", "all", "main", "mtp", "moe", *kinds}
+    known = {"top", "vision", "all", "main", "mtp", "moe", *kinds}
     for where, rules in _map(path, data, "tensors").items():
         place = f"tensors.{where}"
         if where not in known:
@@ -463,13 +468,13 @@ def _refusals(path: Path, data: Mapping[str, Any], groups: set[str]) -> tuple[Re
 
 
 def _template(path: Path, template: str) -> re.Pattern[str]:
-    """`{layer}` and `{expert}` become numbers, `{a,b}` one of the names; everything else is literal."""
+    """`{layer}`, `{expert}` and `{block}` become numbers, `{a,b}` one of the names; everything else is literal."""
     out, seen_layer = "", False
     for part in re.split(r"(\{[^{}]*\})", template):
         if part == "{layer}":
             out += r"(?P=layer)" if seen_layer else r"(?P<layer>\d+)"
             seen_layer = True
-        elif part == "{expert}":
+        elif part in ("{expert}", "{block}"):
             out += r"\d+"
         elif part.startswith("{"):
             out += "(?:" + "|".join(re.escape(name) for name in part[1:-1].split(",")) + ")"

@@ -71,7 +71,8 @@ def validate_inspected(checkpoint: Checkpoint, problems: Sequence[Problem], targ
     else:
         found = stored_formats(checkpoint.tensors, architecture.lookups)
         formats = {module: "mxfp4" if kind == "i8" else kind for module, kind in found.items()}
-        expected = expected_tensors(architecture.tensors, config, layers)
+        tower = architecture.keys.tower(checkpoint.config)
+        expected = expected_tensors(architecture.tensors, config, layers, tower)
         wrong_config = list(checks.quantization(checkpoint.config))
         exclude, bad_entries = _exclude_list(checkpoint.config)
         if bad_entries:

@@ -55,6 +55,14 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 64,
     "vocab_size": 512,
 }
+SMALL_TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "projection_intermediate_size": 160,
+}
+"""Of a vision tower, whose `out_hidden_size` is the language model's hidden size."""
 # Linear weights that block-scaled checkpoints keep in bf16.
 NEVER_FP8 = ("mlp.gate", "eh_proj", "embed_tokens", "lm_head", "shared_head.head", "weights_proj")
 
@@ -87,7 +95,10 @@ def make_tiny(
         }
     tensors: dict[str, tuple[layout.Tensor, torch.Tensor]] = {}
     for name, promise in promised_tensors(
-        architecture.tensors, architecture.keys.of(config), read_layers(config, architecture.keys)
+        architecture.tensors,
+        architecture.keys.of(config),
+        read_layers(config, architecture.keys),
+        architecture.keys.tower(config),
     ):
         if lean and promise.optional:
             continue
@@ -132,11 +143,16 @@ def tiny_config(source: Mapping[str, Any], architecture: Architecture, changes: 
     inner |= {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if inner.get(key) is not None}
     if not architecture.keys.inside:
         return inner
+    tower = architecture.keys.vision
+    if tower and tower.inside in config:
+        config[tower.inside] |= SMALL_TOWER | {"out_hidden_size": inner["hidden_size"]}
     return config | {architecture.keys.inside: inner}
 
 
 def is_fp8(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether published block-scaled checkpoints (DeepSeek-V3, Kimi-K2) have this tensor in FP8."""
+    """Whether published block-scaled checkpoints (DeepSeek-V3, Kimi-K2, GLM-5.3-Flash) have this tensor in FP8."""
+    if name.startswith("model.visual."):
+        return False
     module = name.removesuffix(".weight")
     return name.endswith(".weight") and len(shape) == 2 and not module.endswith(NEVER_FP8)
 

@@ -196,8 +196,8 @@ def test_a_key_says_what_is_tuned(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_no_profile_serves_has_no_keys(tiny: Path, tmp_path: Path) -> None:
     """Not quantized, or too small for the ranks of a profile."""
-    assert keys.kernel_keys(tiny) == ([], "")
-    assert keys.kernel_keys(support.output(tiny, "moe").output, [tmp_path])[0] == []
+    assert keys.kernel_keys(*inspect(tiny)) == ([], "")
+    assert keys.kernel_keys(*inspect(support.output(tiny, "moe").output), [tmp_path])[0] == []
 
 
 @pytest.mark.parametrize("count", [1, 300])

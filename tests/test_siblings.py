@@ -7,12 +7,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 import torch
 import yaml
 from safetensors.torch import save_file
@@ -21,7 +22,7 @@ import glmquant
 from glmquant import recipe as recipes
 from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
-from glmquant.checkpoint.layout import Promise, promised_tensors
+from glmquant.checkpoint.layout import Promise, expected_tensors, promised_tensors
 from glmquant.checkpoint.source import inspect
 from glmquant.engines.targets import ENGINES, parse_targets
 from glmquant.errors import CheckpointError, ExclusionError, GlmquantError
@@ -47,7 +48,8 @@ def config_of(name: str) -> dict[str, Any]:
 def layout_of(config: Mapping[str, Any]) -> tuple[dict[str, Promise], Layers]:
     architecture = load_architecture(config["model_type"])
     layers = read_layers(config, architecture.keys)
-    return dict(promised_tensors(architecture.tensors, architecture.keys.of(config), layers)), layers
+    keys = architecture.keys
+    return dict(promised_tensors(architecture.tensors, keys.of(config), layers, keys.tower(config))), layers
 
 
 # What is published. The totals are those that the Hub shows for the checkpoint (its safetensors metadata), as public
@@ -100,11 +102,16 @@ def test_glm5_next_has_the_published_number_of_tensors() -> None:
     scales. Which four linears of a sparse-attention layer are FP8 is not known, only that four are."""
     found, layers = layout_of(config_of("glm5_next"))
     mtp = [name for name in found if layers.number(name) == 45]
-    scaled_mlps = [name for name in found if re.search(r"\.mlp\.(.*\.)?(gate|up|down)_proj\.weight$", name)]
+    scaled_mlps = [
+        name
+        for name in found
+        if is_fp8(name, found[name].shape) and re.search(r"\.mlp\.(.*\.)?(gate|up|down)_proj\.weight$", name)
+    ]
     sparse = [*layers.main("sparse"), *layers.mtp]
     scales = len(scaled_mlps) + 4 * len(sparse)
     assert scales == 37_338
-    assert len(found) + 347 + scales == 76_108
+    assert sum(name.startswith("model.visual.") for name in found) == 347
+    assert len(found) + scales == 76_108
     assert len(mtp) + len([n for n in scaled_mlps if layers.number(n) == 45]) + 4 == 1_760
 
 
@@ -161,8 +168,6 @@ def test_transformers_model_has_the_same_tensors(name: str) -> None:
 def _as_saved(state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes as save_pretrained writes them: experts and convolutions apart."""
     for name, tensor in state.items():
-        if name.startswith("model.visual."):
-            continue
         for theirs, saved in RENAMED.items():
             name = name.replace(theirs, saved)
         if fused := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name):
@@ -308,19 +313,18 @@ def test_the_list_of_glm5_next_reaches_sglangs_target_and_draft_by_the_checkpoin
 ) -> None:
     """Both of sglang's classes rename every entry to their own names, so no second name is needed."""
     found = glmquant.plan(tiny["glm5_next"], recipe=recipe, targets="sglang==0.5.23").exclusions
-    own = [text for text in found.texts if text.startswith(("model.language_model.", "lm_head"))]
+    own = [text for text in found.texts if text.startswith(("model.language_model.", "model.visual.", "lm_head"))]
     checkpoint, _ = inspect(tiny["glm5_next"])
     layers = read_layers(checkpoint.config, load_architecture("glm5_next").keys)
     for texts in (own, found.texts):
         answers = {module.prefix: answer for module, answer in ENGINES["sglang"].answers("0.5.23", texts, layers)}
-        packed = {name for name, ignored in answers.items() if ignored is False and not name.startswith("visual.")}
+        packed = {name for name, ignored in answers.items() if ignored is False}
         expected = {"model.layers.3.mlp.experts"}
         shared = {f"mlp.shared_experts.{part}_proj" for part in ("gate_up", "down")}
         if recipe != "routed":
             expected |= {f"model.layers.3.{part}" for part in shared}
         if recipe == "moe-mtp":
             expected |= {"model.decoder.mlp.experts"} | {f"model.decoder.{part}" for part in shared}
-        # no tensor of a vision tower is there, so no entry either
         assert packed == expected
         assert {"model.layers.0.self_attn.qkv_proj", "model.layers.3.self_attn.indexer.wk", "model.eh_proj"} <= set(
             answers
@@ -382,6 +386,57 @@ def test_sglang_fuses_the_shared_expert_of_glm5_next_only_where_the_list_is_sile
 def test_the_blocks_of_a_vision_tower_are_read(tower: object, blocks: int) -> None:
     config = {**config_of("glm5_next"), "vision_config": tower}
     assert read_layers(config, load_architecture("glm5_next").keys).vision == blocks
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A quantized checkpoint in one shard, its tensors changed."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {name: tensor for name, (_, tensor) in support.tensors(folder).items()}
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_what_is_missing_of_a_vision_tower_is_noticed(tiny: dict[str, Path], tmp_path: Path) -> None:
+    whole = glmquant.quantize(tiny["glm5_next"], tmp_path / "whole", targets=NEWEST).output
+    assert glmquant.validate(whole, targets=NEWEST).ok
+    bias = "model.visual.blocks.1.attn.qkv.bias"
+    report = glmquant.validate(changed(whole, tmp_path / "less", lambda t: t.pop(bias)), targets=NEWEST)
+    (found,) = [finding for finding in report.findings if finding.severity == "error"]
+    assert (found.code, found.names) == ("tensor-missing", (bias,))
+    assert {effect.verdict for effect in found.effects} == {"silent misload"}
+
+    def blind(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("model.visual.")]:
+            del tensors[name]
+
+    report = glmquant.validate(changed(whole, tmp_path / "blind", blind), targets=NEWEST)
+    tower = [f for f in report.findings if "model.visual." in str(f.names)]
+    assert [(f.code, f.severity, f.names) for f in tower] == [("vision-absent", "warning", ("model.visual.",))]
+    assert report.ok
+
+
+def test_a_packed_weight_leaves_its_bias_as_it_is(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """sglang builds the tower as the list says, and loads this."""
+    names = [f"model.visual.blocks.0.attn.{part}" for part in ("qkv", "proj")]
+    done = glmquant.quantize(tiny["glm5_next"], tmp_path / "out", targets="sglang==0.5.23", quantize=names)
+    assert done.report and done.report.ok
+    assert not {"tensor-shape", "tensor-missing"} & {finding.code for finding in done.report.findings}
+    bias = f"{names[0]}.bias"
+    short = changed(done.output, tmp_path / "short", lambda t: t.update({bias: t[bias][:-2].clone()}))
+    (found,) = [f for f in glmquant.validate(short, targets=NEWEST).findings if f.code == "tensor-shape"]
+    assert found.names == (bias,)
+
+
+def test_sizes_of_a_vision_tower_that_cannot_be_told_leave_the_rest_checked() -> None:
+    architecture, config = load_architecture("glm5_next"), config_of("glm5_next")
+    layers, keys = read_layers(config, architecture.keys), architecture.keys
+    inner = keys.of(config)
+    both, text = (
+        expected_tensors(architecture.tensors, inner, layers, tower)
+        for tower in (keys.tower(config), {**keys.tower(config), "patch_size": [14, 14]})
+    )
+    assert len(both) - len(text) == 347 and text == expected_tensors(architecture.tensors, inner, layers)
 
 
 def test_a_wrong_number_of_vision_blocks_is_named() -> None:
@@ -656,9 +711,18 @@ def test_a_new_model_of_a_known_family_is_served(toy: Any, tmp_path: Path) -> No
         (("config", "kinds", "dense"), [{"below": "b", "offset": []}], "offset must be a number or a key"),
         (("config", "depth"), "x", "unknown key 'depth' in config"),
         (("config", "vision"), "tower", "config.vision must be a map"),
-        (("config", "vision"), {"inside": "v", "blocks": "b"}, "config.vision.default must be a number of blocks"),
-        (("config", "vision"), {"inside": "v", "blocks": "b", "default": -1}, "must be a number of blocks"),
-        (("config", "vision"), {"inside": "v", "default": 2}, "blocks must be a text"),
+        (
+            ("config", "vision"),
+            {"inside": "v", "blocks": "b"},
+            "config.vision.defaults must be a map of keys to numbers",
+        ),
+        (
+            ("config", "vision"),
+            {"inside": "v", "blocks": "b", "defaults": {"b": -1}},
+            "must be a map of keys to numbers",
+        ),
+        (("config", "vision"), {"inside": "v", "blocks": "b", "defaults": {"c": 1}}, "must say how many b there are"),
+        (("config", "vision"), {"inside": "v", "defaults": {}}, "blocks must be a text"),
         (("config", "kinds", "vision"), [{"all": True}], "config.kinds: 'vision' means something already"),
         (("layers", "prefix"), "net.blocks.", "layers.prefix must have {layer} once, and end with a dot"),
         (("tensors", "every"), {"a.weight": [1]}, "tensors.every: no such kind of layer"),

@@ -119,11 +119,17 @@ INDEXER = (
 
 @dataclass(frozen=True, slots=True)
 class VisionKeys:
-    """Where a config has the number of its vision tower's blocks: key `blocks` of the map `inside`, else `default`."""
+    """Where a config speaks of its vision tower.
+
+    Attributes:
+        inside: key of the map that does.
+        blocks: key in it of the number of blocks.
+        defaults: what the keys are that it leaves out, in the order of their names.
+    """
 
     inside: str
     blocks: str
-    default: int
+    defaults: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,11 @@ class LayerKeys:
             raise CheckpointError(f"config.json: {self.inside} is {short(inner)}, a map is needed")
         return inner
 
+    def tower(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a config says of its vision tower, defaults filled in; empty if it has none."""
+        found = config.get(self.vision.inside) if self.vision else None
+        return {**dict(self.vision.defaults), **found} if self.vision and isinstance(found, dict) else {}
+
 
 GLM = LayerKeys()
 
@@ -176,7 +187,8 @@ def read_layers(config: Mapping[str, Any], keys: LayerKeys = GLM) -> Layers:
     Raises:
         CheckpointError: a key is missing or of the wrong type; names the key.
     """
-    vision = _vision_blocks(config, keys.vision) if keys.vision else 0
+    tower = keys.tower(config)
+    vision = _natural(tower, keys.vision.blocks, most=MAX_LAYERS) if keys.vision and tower else 0
     config = keys.of(config)
     count = _natural(config, keys.layers, most=MAX_LAYERS)
     nextn = _natural(config, keys.mtp, 0, MAX_LAYERS) if keys.mtp else 0
@@ -199,11 +211,6 @@ def read_layers(config: Mapping[str, Any], keys: LayerKeys = GLM) -> Layers:
         mtp_sets=keys.mtp_sets,
         vision=vision,
     )
-
-
-def _vision_blocks(config: Mapping[str, Any], keys: VisionKeys) -> int:
-    tower = config.get(keys.inside)
-    return _natural(tower, keys.blocks, keys.default, MAX_LAYERS) if isinstance(tower, dict) else 0
 
 
 def layers_of(rules: Sequence[SetRule], config: Mapping[str, Any], count: int) -> set[int]:

@@ -12,12 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from glmquant.checkpoint.layers import Layers
 
 Shape = tuple[int, ...]
 MAX_SIZE_TEXT = 200
+NO_TOWER: Mapping[str, Any] = MappingProxyType({})
+WHOLE = ("top", "vision")
+"""Kinds of tensors that belong to no layer of the language model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,11 @@ class TensorRule:
     """Tensors of one name and shape.
 
     Attributes:
-        name: with `{a,b}` for one of several names and `{expert}` for the numbers of the routed experts; behind the
-            layer's prefix, or whole for `where` `top`.
+        name: with `{a,b}` for one of several names, `{expert}` for the numbers of the routed experts and `{block}` for
+            those of the vision tower's blocks; behind the layer's prefix, or whole for `where` `top` and `vision`.
         shape: sizes; each a number, a key of config.json, or a sum, difference or product of these.
-        where: `top`, or the layers that have it: `all`, `main`, `mtp`, `moe` or another kind (checkpoint/layers.py).
+        where: `top`, `vision`, or the layers that have it: `all`, `main`, `mtp`, `moe` or another kind
+            (checkpoint/layers.py).
         dtype: as published, in the words of safetensors.
         optional: whether a checkpoint may leave it out.
         when, unless: config keys that must be true, or false, for it to be there; '' for no condition.
@@ -52,36 +57,51 @@ class Promise(NamedTuple):
 
 
 def promised_tensors(
-    rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers
+    rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers, tower: Mapping[str, Any] = NO_TOWER
 ) -> Iterator[tuple[str, Promise]]:
     """Every tensor by name, optional ones too.
 
     Args:
         config: the part of config.json with the language model's keys (LayerKeys.of).
+        tower: the part that speaks of the vision tower (LayerKeys.tower); empty if there is none.
 
     Raises:
         KeyError: a size is no natural number in the config; names the key.
     """
     for rule in rules:
-        if (rule.when and not config.get(rule.when)) or (rule.unless and config.get(rule.unless)):
+        whole, sizes = rule.where in WHOLE, tower if rule.where == "vision" else config
+        if (rule.when and not sizes.get(rule.when)) or (rule.unless and sizes.get(rule.unless)):
             continue
-        numbers = _layers(rule.where, layers)
-        if not numbers and rule.where != "top":
+        numbers = () if whole else _layers(rule.where, layers)
+        if not numbers and (not whole or not sizes):
             continue
-        promise = Promise(tuple(_size(size, config) for size in rule.shape), rule.dtype, rule.optional)
-        tails = [tail for name in alternatives(rule.name) for tail in _experts(name, layers.routed_experts)]
-        prefixes = [layers.at(number) for number in numbers] if rule.where != "top" else [""]
-        for prefix in prefixes:
+        promise = Promise(tuple(_size(size, sizes) for size in rule.shape), rule.dtype, rule.optional)
+        tails = [
+            tail
+            for name in alternatives(rule.name)
+            for one in _numbered(name, "{expert}", layers.routed_experts)
+            for tail in _numbered(one, "{block}", layers.vision)
+        ]
+        for prefix in [layers.at(number) for number in numbers] or [""]:
             for tail in tails:
                 yield prefix + tail, promise
 
 
-def expected_tensors(rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers) -> dict[str, Shape]:
-    """Tensor name -> shape before packing, of all that must be there; empty when a size is not in the config."""
-    try:
-        return {name: found.shape for name, found in promised_tensors(rules, config, layers) if not found.optional}
-    except KeyError:
-        return {}
+def expected_tensors(
+    rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers, tower: Mapping[str, Any] = NO_TOWER
+) -> dict[str, Shape]:
+    """Tensor name -> shape before packing, of all that must be there.
+
+    Empty when a size is not in the config; without the vision tower when it is one of the tower's.
+    """
+    must = [rule for rule in rules if not rule.optional]
+    model = [rule for rule in must if rule.where != "vision"]
+    for some in (must, model):
+        try:
+            return {name: found.shape for name, found in promised_tensors(some, config, layers, tower)}
+        except KeyError:
+            continue
+    return {}
 
 
 def allowed_tensors(rules: Sequence[TensorRule], config: Mapping[str, Any], layers: Layers) -> frozenset[str]:
@@ -94,15 +114,13 @@ def allowed_tensors(rules: Sequence[TensorRule], config: Mapping[str, Any], laye
 
 
 def _layers(where: str, layers: Layers) -> Sequence[int]:
-    if where == "top":
-        return ()
     if where == "main":
         return range(layers.count)
     return [*layers.main(where), *(layers.mtp if layers.also_mtp(where) else ())]
 
 
-def _experts(name: str, count: int) -> list[str]:
-    return [name.replace("{expert}", str(expert)) for expert in range(count)] if "{expert}" in name else [name]
+def _numbered(name: str, mark: str, count: int) -> list[str]:
+    return [name.replace(mark, str(number)) for number in range(count)] if mark in name else [name]
 
 
 def alternatives(template: str) -> list[str]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from glmquant.checkpoint.source import inspect, open_source
+from glmquant.checkpoint.source import Checkpoint, open_source
 from glmquant.checkpoint.writer import TEMPORARY, output_error, sync_folder
 from glmquant.errors import OutputError
 from glmquant.findings import Report
@@ -49,7 +49,7 @@ class Written:
 
 
 def write_report(
-    folder: Path,
+    checkpoint: Checkpoint,
     source: Path | None,
     html: Path,
     jsonl: Path,
@@ -62,10 +62,10 @@ def write_report(
     """Read, sum up, write both files; neither is there before both are complete.
 
     Args:
-        folder: quantized checkpoint of any producer, with a tensor's weight and `_scale` named as Quark does.
+        checkpoint: quantized, of any producer, with a tensor's weight and `_scale` named as Quark does.
         source: bf16, FP8 or fused checkpoint it was made from; without it no error is measured.
         sample: share (0 to 1) of each layer's weights of one projection to read; None: what takes minutes at most.
-        validation: of `folder`; its findings and coverage are shown.
+        validation: of it; its findings and coverage are shown.
         keys: MoE kernel keys to show, and a sentence about them; see keys.kernel_keys.
         bar: given the bytes that will be read, a context that is told the bytes of each chunk read.
 
@@ -75,8 +75,8 @@ def write_report(
     """
     from importlib.metadata import version  # costs start-up time
 
+    folder = checkpoint.folder
     check_outputs((html, jsonl), [folder, *([source] if source else [])])
-    checkpoint, _ = inspect(folder)  # what is wrong with it is in `validation`
     original = open_source(source) if source else None
     shards = inventory(checkpoint)
     every = [row for rows in shards.values() for row in rows]

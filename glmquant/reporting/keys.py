@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from glmquant.checkpoint.source import Checkpoint, Problem
 from glmquant.engines.targets import ENGINES
 from glmquant.errors import GlmquantError
 from glmquant.serving.aiter_tables import open_tables
@@ -14,22 +15,25 @@ from glmquant.serving.key_report import KeyReport, ShapeLine, look_up
 from glmquant.serving.launch import Wish, make_launch
 from glmquant.serving.settings import engine_settings, hardware, profiles
 from glmquant.serving.stack import open_stack
-from glmquant.serving.subject import nearest, read_subject
+from glmquant.serving.subject import nearest, subject_of
 
 _ENGINE = "sglang"
 
 
-def kernel_keys(folder: Path, site_packages: Sequence[Path] = ()) -> tuple[list[dict[str, Any]], str]:
+def kernel_keys(
+    checkpoint: Checkpoint, problems: Sequence[Problem], site_packages: Sequence[Path] = ()
+) -> tuple[list[dict[str, Any]], str]:
     """Rows with the same columns, and a sentence about them; none where no profile can serve the checkpoint.
 
     Args:
+        checkpoint, problems: from checkpoint.source.inspect.
         site_packages: folders to look for sglang and AITER in, instead of this environment. Without sglang the newest
             modelled release is asked; without AITER nothing is known to be tuned.
     """
     try:
         settings, stack = engine_settings(_ENGINE), open_stack(site_packages)
         release = stack.release(settings.package) or list(ENGINES[_ENGINE].releases())[-1]
-        subject, tables = read_subject(folder, nearest(_ENGINE, release)), open_tables(stack)
+        subject, tables = subject_of(checkpoint, problems, nearest(_ENGINE, release)), open_tables(stack)
     except GlmquantError:  # not quantized, another model, or tables that cannot be read: `tune-input` says which
         return [], ""
     rows = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from glmquant.checkpoint.formats import stored_formats
 from glmquant.checkpoint.layers import Layers, read_layers
-from glmquant.checkpoint.source import inspect
+from glmquant.checkpoint.source import Checkpoint, Problem, inspect
 from glmquant.engines.block_fp8 import on_disk
 from glmquant.engines.model import Evaluation, Stored
 from glmquant.engines.sglang import Sglang
@@ -69,7 +69,11 @@ def read_subject(folder: str | os.PathLike[str], target: Target) -> Subject:
     Raises:
         CheckpointError: it cannot be read, is not a GLM-5.2-like model (glm_moe_dsa), or is not quantized.
     """
-    checkpoint, problems = inspect(folder)
+    return subject_of(*inspect(folder), target)
+
+
+def subject_of(checkpoint: Checkpoint, problems: Sequence[Problem], target: Target) -> Subject:
+    """`read_subject` for what `inspect` has read already."""
     if checkpoint.model_type != MODEL_TYPE:
         raise CheckpointError(
             f"{checkpoint.folder}: model_type is {checkpoint.model_type!r}",

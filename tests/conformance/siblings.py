@@ -9,12 +9,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import glmquant
+from glmquant.checkpoint.header import TensorInfo
 from glmquant.engines.targets import Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,78 +65,21 @@ class Sibling:
 
         config = self.full
         if "vision_config" in config:
-            config["vision_config"] |= VISION
+            config["vision_config"] |= SWIGLU_LIMIT
         make_tiny(config, folder, changes=self.changes)
-        if "vision_config" in config:
-            add_vision_tower(folder, config["vision_config"])
         return folder
 
 
-# What transformers' defaults have at other sizes.
-VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_heads": 4,
-    "out_hidden_size": 256,
-    "patch_size": 14,
-    "projection_intermediate_size": 160,
-    "spatial_merge_size": 2,
-    "swiglu_limit": 10.0,
-    "temporal_patch_size": 2,
-}
+# transformers' default, which sglang wants to read in config.json.
+SWIGLU_LIMIT = {"swiglu_limit": 10.0}
 
 
 def full_size_glm5_next() -> dict[str, Any]:
     """Its published config, with what sglang wants besides."""
     config: dict[str, Any] = json.loads((CONFIGS / "glm5_next.json").read_text())
     config["text_config"] |= {key: value for key, value in GLM5_NEXT.items() if not key.endswith("_size")}
-    config["vision_config"] |= {"swiglu_limit": VISION["swiglu_limit"]}
+    config["vision_config"] |= SWIGLU_LIMIT
     return config
-
-
-def vision_tower(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of GLM-5.3-Flash's vision tower: transformers 5.24 models/glm5_next, Glm5NextVisionModel."""
-    hidden, inner, out = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
-    head, patch, merge = hidden // config["num_heads"], config["patch_size"], config["spatial_merge_size"]
-    for block in (f"blocks.{number}" for number in range(config["depth"])):
-        for norm, size in (("norm1", hidden), ("norm2", hidden), ("attn.q_norm", head), ("attn.k_norm", head)):
-            yield f"{block}.{norm}.weight", (size,)
-        for name, rows, columns in (
-            ("attn.qkv", 3 * hidden, hidden),
-            ("attn.proj", hidden, hidden),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            yield f"{block}.{name}.weight", (rows, columns)
-            yield f"{block}.{name}.bias", (rows,)
-    yield "patch_embed.proj.weight", (hidden, 3, config["temporal_patch_size"], patch, patch)
-    yield "patch_embed.proj.bias", (hidden,)
-    yield "downsample.weight", (out, hidden, merge, merge)
-    yield "downsample.bias", (out,)
-    yield "post_layernorm.weight", (hidden,)
-    yield "merger.proj.weight", (out, out)
-    yield "merger.post_projection_norm.weight", (out,)
-    yield "merger.post_projection_norm.bias", (out,)
-    for name in ("gate_proj", "up_proj"):
-        yield f"merger.{name}.weight", (config["projection_intermediate_size"], out)
-    yield "merger.down_proj.weight", (out, config["projection_intermediate_size"])
-
-
-def add_vision_tower(folder: Path, config: dict[str, Any]) -> None:
-    """Write a random vision tower into a shard of its own."""
-    from make_tiny import random_tensor
-    from safetensors.torch import save_file
-
-    names = {f"model.visual.{name}": shape for name, shape in vision_tower(config)}
-    tensors = {name: random_tensor(name, shape, "BF16", 0) for name, shape in names.items()}
-    save_file(tensors, folder / "vision.safetensors", metadata={"format": "pt"})
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"] |= dict.fromkeys(tensors, "vision.safetensors")
-    index["metadata"]["total_size"] += sum(t.nbytes for t in tensors.values())
-    path.write_text(json.dumps(index))
 
 
 SIBLINGS = {
@@ -228,11 +172,11 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def wrong_tensors(names: list[str]) -> Iterator[tuple[str, Change]]:
-    """One tensor of each kind missing, one unknown; no word on a vision tower, whose tensors nothing promises."""
+    """One tensor of each kind missing, one unknown."""
     seen: dict[str, str] = {}
-    for name in sorted(name for name in names if not name.startswith("model.visual.")):
+    for name in sorted(names):
         main = re.sub(r"^model\.(language_model\.)?layers\.[0-2]\.", "main ", name)
-        seen.setdefault(re.sub(r"experts\.\d+\.", "experts.", main), name)
+        seen.setdefault(re.sub(r"(experts|visual\.blocks)\.\d+\.", r"\1.", main), name)
     for name in seen.values():
         if "rotary" not in name and not re.search(r"layers\.\d+\.(embed_tokens|shared_head\.head)", name):
             yield f"no {name}", lambda folder, name=name: rewrite(folder, lambda found: found.pop(name))
@@ -247,7 +191,7 @@ def _unknown(tensors: dict[str, Any]) -> None:
     tensors[name] = torch.zeros(2, 2, dtype=torch.bfloat16)
 
 
-def damaged_tensors(names: Iterable[str], moe: str) -> Iterator[tuple[str, Change, bool]]:
+def damaged_tensors(names: Mapping[str, TensorInfo], moe: str) -> Iterator[tuple[str, Change, bool]]:
     """Tensors misshapen, misnamed, missing or too many; and whether their own data cannot be right.
 
     Args:
@@ -311,6 +255,10 @@ def damaged_tensors(names: Iterable[str], moe: str) -> Iterator[tuple[str, Chang
         yield f"{name} _scale_inv too", more(f"{name}_scale_inv", torch.ones(2, 2)), False
         yield f"{name} f32", on(name, lambda t: t.float()), False
         for what, change in shapes:
+            yield f"{name} {what}", on(name, change), True
+    for name in sorted(name for name in there if re.match(r"model\.visual\.(?!blocks\.0)", name)):
+        yield f"{name} f32", on(name, lambda t: t.float()), False
+        for what, change in shapes if len(names[name].shape) == 2 else shapes[::2]:
             yield f"{name} {what}", on(name, change), True
     gate = f"{moe}mlp.gate."
     yield "router too low", on(f"{gate}weight", lambda t: t[:4].clone()), True
