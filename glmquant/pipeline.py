@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from glmquant.checkpoint.checksums import check_source
 from glmquant.checkpoint.header import ShardHeader
-from glmquant.checkpoint.hub import HubSource, Repo, fetch_small, parse_repo
+from glmquant.checkpoint.hub import HubSource, fetch_small, parse_repo
+from glmquant.checkpoint.hub_client import Repo
 from glmquant.checkpoint.layers import read_layers
 from glmquant.checkpoint.manifest import MANIFEST, Manifest, open_run
 from glmquant.checkpoint.push import COMMIT_SHARDS, Pusher

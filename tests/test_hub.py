@@ -25,8 +25,9 @@ from checkpoints import contents, raw_shard
 from hub_server import HubServer, git_id, sha256
 
 import glmquant
-from glmquant.checkpoint import hub, push
-from glmquant.checkpoint.hub import HubShards, HubSource, Repo, Stopped, fetch_small, least_disk, parse_repo, retried
+from glmquant.checkpoint import hub, hub_client, push
+from glmquant.checkpoint.hub import HubShards, HubSource, fetch_small, least_disk, parse_repo
+from glmquant.checkpoint.hub_client import Repo, Stopped, retried
 from glmquant.checkpoint.push import Pusher
 from glmquant.checkpoint.source import ShardReader, open_source
 from glmquant.cli import main
@@ -350,7 +351,7 @@ def test_a_full_disk(source: HubSource, tmp_path: Path, monkeypatch: pytest.Monk
     def full(*_: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hub, "_continue", full)
+    monkeypatch.setattr(hub_client, "_continue", full)
     with HubShards(source, each()[:1], tmp_path / "work") as shards, pytest.raises(CheckpointError) as caught:
         shards.path(SHARDS[0])
     assert caught.value.message == f"{source.repo}: {SHARDS[0]}: {tmp_path / 'work'}: No space left on device"
@@ -539,7 +540,7 @@ def test_what_passes_is_tried_again(server: HubServer, folder: Path, tmp_path: P
 
 def test_messages_hold_no_signed_address() -> None:
     err = RuntimeError("Server error '503' for url 'https://cdn/x?Signature=secret'\nFor more information check: a")
-    assert hub._short(err) == "Server error '503' for url 'https://cdn/x'"
+    assert hub_client._short(err) == "Server error '503' for url 'https://cdn/x'"
 
 
 def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, server: HubServer, tmp_path: Path) -> None:
@@ -588,7 +589,7 @@ def test_back_off() -> None:
     assert waits(failing({}, 404)) == []
     positions = iter([0, 0, 0, 5, 5, 5, 5, 5, 5])
     assert waits(failing({}), lambda: next(positions)) == [1, 2, 1, 2, 4]
-    assert hub.PATIENT[-1] == 60 and sum(hub.PATIENT) > 180 and sum(hub.SOON) < 10
+    assert hub_client.PATIENT[-1] == 60 and sum(hub_client.PATIENT) > 180 and sum(hub_client.SOON) < 10
 
 
 # Stopping

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from glmquant.checkpoint.hub import PATIENT, SOON, HubFile, Repo, Stopped, api, explained, list_files, retried
+from glmquant.checkpoint.hub_client import PATIENT, SOON, HubFile, Repo, Stopped, api, explained, list_files, retried
 from glmquant.checkpoint.manifest import MANIFEST
 from glmquant.checkpoint.source import CONFIG, RUN_FOLDER, SUFFIX
 from glmquant.errors import OutputError
