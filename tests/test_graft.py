@@ -469,6 +469,10 @@ def test_a_card_that_is_no_text_is_left_as_it_is(tiny: Path, tmp_path: Path) -> 
     card = (other / "README.md").read_bytes()
     assert glmquant.graft_mtp(tiny, other).ok
     assert (other / "README.md").read_bytes() == card and not (other / "glmquant.json").exists()
+    torn = without_mtp(support.output(tiny, "moe").output, tmp_path / "torn")
+    (torn / "glmquant.json").write_text('{"recipe": ')
+    assert glmquant.graft_mtp(tiny, torn).ok
+    assert (torn / "README.md").read_bytes() == card and (torn / "glmquant.json").read_text() == '{"recipe": '
 
 
 def test_a_dry_run_writes_nothing_and_says_all(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

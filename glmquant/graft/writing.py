@@ -102,9 +102,14 @@ def _tell(plan: Plan, donor: Donor, quark: str) -> None:
     folder = plan.checkpoint.folder
     if not (folder / RECORD).exists():
         return
+    try:
+        before = read_json(folder / RECORD)
+    except CheckpointError as err:  # not worth losing what was just written
+        logger.warning("%s; it was left as it is, and so was the card", err.message)
+        return
     jobs = [job for shard in plan.shards for job in shard.jobs]
     record = {
-        **read_json(folder / RECORD),
+        **before,
         "mtp_graft": {
             "source": printable(donor.name),
             "versions": {"glmquant": installed_version("glmquant"), "amd-quark": quark},
