@@ -20,6 +20,10 @@ class GlmquantError(Exception):
         """So that it survives the way from another process."""
         return type(self), (self.message, self.hint)
 
+    def also(self, hint: str) -> GlmquantError:
+        """The same error with one more thing that the user can do."""
+        return type(self)(self.message, "\n  ".join(filter(None, (self.hint, hint))))
+
 
 class CheckpointError(GlmquantError):
     """A checkpoint on disk is damaged, incomplete or not what the verb needs."""

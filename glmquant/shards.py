@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -22,12 +22,9 @@ from glmquant.checkpoint.writer import ShardWriter, check_space, sync_folder
 from glmquant.errors import CheckpointError, GlmquantError, OutputError
 from glmquant.mxfp4.backend import Backend
 from glmquant.planner import Plan
-from glmquant.streaming import Advance, SourceShards, Streamer, available_memory
+from glmquant.streaming import Progress, SourceShards, Streamer, available_memory
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, str], AbstractContextManager[Advance]]
-"""(bytes to come, what is done with them) -> a bar that counts them."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -267,5 +264,5 @@ def continuable(run: Run, files: Sequence[str], alone: bool) -> Iterator[None]:
             run.abandon()
         elif isinstance(err, GlmquantError):
             hint = f"Finished shards are kept. Continue with: {unfinished(run.output)}"
-            raise type(err)(err.message, "\n  ".join(filter(None, (err.hint, hint)))) from err
+            raise err.also(hint) from err
         raise

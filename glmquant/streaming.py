@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,8 @@ AHEAD = 24 * 1024 * 1024
 """Bytes after a piece that are asked for when it begins: about one expert weight of GLM-5.2."""
 
 Advance = Callable[[int], object]
+Progress = Callable[[int, str], AbstractContextManager[Advance]]
+"""(bytes to come, what is done with them) -> a bar that counts them."""
 Published = Callable[[ShardRecord], object]
 
 

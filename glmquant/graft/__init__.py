@@ -21,11 +21,12 @@ from pathlib import Path
 
 from glmquant.checkpoint.writer import output_error
 from glmquant.engines.targets import Target
-from glmquant.graft.donor import Donor, Progress, fetched, open_donor
+from glmquant.graft.donor import Donor, fetched, open_donor
 from glmquant.graft.planning import Graft, make_plan
 from glmquant.graft.same import check_same, different
 from glmquant.graft.writing import alone, write
 from glmquant.mxfp4.backend import Backend
+from glmquant.streaming import Progress
 
 __all__ = ["Donor", "Graft", "graft", "open_donor"]
 

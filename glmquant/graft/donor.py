@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +18,8 @@ from glmquant.checkpoint.weights import Fp8Weight, offered
 from glmquant.checkpoint.writer import check_space
 from glmquant.errors import CheckpointError, GlmquantError
 from glmquant.recipe import Architecture, load_architecture
+from glmquant.streaming import Progress
 from glmquant.text import short
-
-Advance = Callable[[int], object]
-Progress = Callable[[int, str], AbstractContextManager[Advance]]
-"""(bytes to come, what is done with them) -> a bar that counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +152,7 @@ def fetched(donor: Donor, files: Sequence[str], folder: Path, space: int, progre
         yield replace(donor, path=shards.path, hub=None)
     except GlmquantError as err:
         kept = f"Fetched shards are kept in {place} for the next try; without one, remove them."
-        raise type(err)(err.message, "\n  ".join(filter(None, (err.hint, kept)))) from err
+        raise err.also(kept) from err
     shutil.rmtree(place, ignore_errors=True)
     with suppress(OSError):
         place.parent.rmdir()

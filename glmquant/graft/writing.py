@@ -19,11 +19,11 @@ from glmquant.checkpoint.source import CONFIG, INDEX, read_json, refuse_link_out
 from glmquant.checkpoint.writer import TEMPORARY, ShardWriter, check_space, write_file
 from glmquant.errors import CheckpointError, OutputError
 from glmquant.finishing import CARD, RECORD
-from glmquant.graft.donor import Advance, Donor
+from glmquant.graft.donor import Donor
 from glmquant.graft.planning import STEM, Plan
 from glmquant.mend import back_up, like
 from glmquant.mxfp4.backend import Backend
-from glmquant.streaming import SourceShards, Streamer
+from glmquant.streaming import Advance, SourceShards, Streamer
 from glmquant.text import printable
 
 logger = logging.getLogger(__name__)
